@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,28 +19,21 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.gpo import Decoder
+from coder_plugin.contrast import Implementation
 from coder_plugin.distributed import SumWithGradient
-from coder_plugin.errors import CoderError
-from coder_plugin.functional.similarity import check_range
-from coder_plugin.functional.tiled import Implementation, check_triton
+from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
-from coder_plugin.heads.capabilities import (
-    AddsTexts,
-    EncodesNegatives,
-    FollowsModel,
-    KeepsState,
-    ReadsTags,
-    RepeatsOutputs,
-    Scores,
-    heads_with,
-)
-from coder_plugin.losses.base import gathered_arguments
+from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, Scores, heads_with
+from coder_plugin.losses.base import Term, gathered_arguments
 from coder_plugin.memory.rows import reset_moments
 from coder_plugin.memory.state_watch import StateWatch
-from coder_plugin.objective import Objective
+from coder_plugin.objective import Objective, check_keys, check_takes_keys
 from coder_plugin.resolver import Resolution
+from coder_plugin.tensors import check_range
 
+#: Training forwards in which heads that write buffers are looked for.
+_CHECKED_FORWARDS = 3
 AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
 GatherDtype = Literal["exact", "bfloat16"]
 GatherForm = Literal["all", "ring"]
@@ -89,19 +84,19 @@ class Coder(nn.Module):
         #: What advances the state (:func:`coder_plugin.follow`), if anything does.
         self.followed_by: Any = None
         self._watch = StateWatch()
+        self._required = resolution.required
+        self._forwards_to_check = _CHECKED_FORWARDS
         #: Names of the heads that were passed as objects.
         self.passed_heads: tuple[str, ...] = tuple(resolution.targets)
         for name in resolution.heads:
             head = resolution.head(name)
             if not isinstance(head, Head):
-                try:
-                    head = head(backbone, **dict(options.pop(name, ())))
-                except (ValueError, TypeError) as error:
-                    raise CoderError(f"head {name!r}: {error}") from error
+                head = _make_head(name, head, backbone, dict(options.pop(name, ())))
+            check_takes_keys(head, head, f"head {name!r}")
             head.requested_keys = resolution.reads
             self.heads[name] = head
         if options:
-            logging.warning("the loss does not need these heads, whose options are set: %s", ", ".join(options))
+            logging.warning("options ignored: the loss needs no head %s", ", ".join(options))
 
     def aggregate(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The pooled features that replace the towers' own, where an aggregator pools the tokens."""
@@ -142,17 +137,17 @@ class Coder(nn.Module):
     @property
     def encodes_negatives(self) -> bool:
         """Whether hard negatives are encoded together with the captions."""
-        return any(head.encodes for head in heads_with(self.heads, EncodesNegatives).values())
+        return any(head.encodes_negatives for head in self.heads.values())
 
     @property
     def reads_negatives(self) -> bool:
-        """Whether a head reads hard negatives."""
-        return bool(heads_with(self.heads, EncodesNegatives))
+        """Whether a head cannot do without hard negatives."""
+        return any("text_negatives" in head.requires for head in self.heads.values())
 
     @property
     def reads_tags(self) -> bool:
         """Whether a head reads the classes of the words."""
-        return any(head.tag_classes() for head in heads_with(self.heads, ReadsTags).values())
+        return any(head.tag_classes() for head in self.heads.values())
 
     def without_heads(self) -> Coder:
         """A copy with the same aggregators and no heads, for momentum copies of the model."""
@@ -196,31 +191,51 @@ class Coder(nn.Module):
         """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out.
 
         Raises:
-            CoderError: values that are so large that heads and losses would overflow.
+            CoderError: values that are so large that heads and losses would overflow; a head that returns other keys than
+                it provides, or changes its state.
         """
         pool = dict(features)
+        checked = self._forwards_to_check and self.training and torch.is_grad_enabled()
+        if check_state := bool(checked) and not torch.compiler.is_compiling():
+            self._forwards_to_check -= 1
         if self.heads:
             check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor) and key != "image"})
         for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
-                kept = self._kept if isinstance(head, RepeatsOutputs) and head.repeats else None
+                kept = self._kept if head.cacheable else None
                 if kept is not None and name in kept:
-                    outputs = kept[name]
-                else:
-                    outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})
+                    pool.update(kept[name])
+                    continue
+                before = _versions(head) if check_state else {}
+                outputs = head(**{key: pool[key] for key in (*head.requires, *head.optional) if key in pool})
+                if check_state and (changed := [buffer for buffer, _ in _versions(head).items() - before.items()]):
+                    raise CoderError(
+                        f"head {name!r} changes its buffer {changed[0]!r} in forward, which accumulation and resuming run "
+                        "more than once: stash() the value, and write it in write() (KeepsState)"
+                    )
+                self._check_outputs(name, head, outputs, pool)
                 if kept is not None:
                     kept[name] = outputs
-                if not isinstance(outputs, dict):
-                    raise CoderError(f"head {name!r} returned a {type(outputs).__name__}: it must return a dict of tensors")
                 pool.update(outputs)
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
+
+    def _check_outputs(self, name: str, head: Head, outputs: Any, pool: Mapping[str, Any]) -> None:
+        if not isinstance(outputs, dict):
+            raise CoderError(f"head {name!r} returned a {type(outputs).__name__}: it must return a dict of tensors")
+        if unknown := [key for key in outputs if key not in head.provides]:
+            provides = ", ".join(head.provides)
+            raise CoderError(f"head {name!r} returned {', '.join(unknown)}, not in its provides: {provides}")
+        if missing := [key for key in head.provides if key in self._required and key not in outputs]:
+            absent = [key for key in head.optional if key not in pool]
+            without = f"; it was called without {', '.join(absent)}" if absent else ""
+            raise CoderError(f"head {name!r} did not return {', '.join(missing)}, which the loss requires{without}")
 
     @contextlib.contextmanager
     def keeping(self, results: dict[str, Any]) -> Iterator[None]:
         """A context for two forward passes over the same batch, for accumulation.
 
         The first pass puts the outputs of heads that give the same both times
-        (:class:`~coder_plugin.heads.capabilities.RepeatsOutputs`) into ``results``, and the second takes them from there.
+        (:attr:`~coder_plugin.heads.base.Head.cacheable`) into ``results``, and the second takes them from there.
         """
         self._kept = results
         try:
@@ -232,7 +247,7 @@ class Coder(nn.Module):
         """Write the heads' state: call once after every optimizer step that was performed (:func:`coder_plugin.follow` does).
 
         Args:
-            optimizer: where a head starts rows of a parameter anew, such as the classifier rows of new prototypes, the
+            optimizer: where a head re-initialises rows of a parameter, such as the classifier rows of new prototypes, the
                 optimizer, or each of a list, forgets these rows (:func:`coder_plugin.memory.rows.reset_moments`). None: it
                 keeps its moments.
         """
@@ -254,6 +269,23 @@ class Coder(nn.Module):
         return [f"coder.heads.{name}.{inner}" for name, head in self.heads.items() for inner in head.state_names()]
 
 
+def _make_head(name: str, cls: Any, backbone: BackboneInfo, options: dict[str, Any]) -> Head:
+    try:
+        inspect.signature(cls).bind_partial(backbone)
+    except TypeError as error:
+        message = "must take the backbone's sizes, then options as keywords: def __init__(self, backbone, *, …)"
+        raise CoderError(f"head {name!r}: __init__ {message}") from error
+    try:
+        return cls(backbone, **options)
+    except (ValueError, TypeError) as error:
+        raise CoderError(f"head {name!r}: {error}") from error
+
+
+def _versions(head: Head) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer of a head's state is, and how often it was changed in place."""
+    return {name: (id(buffer), buffer._version) for name, buffer in head.state_buffers().items()}
+
+
 class CoderLoss(nn.Module):
     """An objective's terms: takes the model's output as keywords and returns ``{"dcl_loss": …}``, as open_clip's losses do.
 
@@ -266,6 +298,9 @@ class CoderLoss(nn.Module):
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``exact``, in their own types, or
             ``bfloat16``.
         gather: with several processes, ``all``: every rank gets the rows of all ranks; or ``ring``: one rank's after the other.
+
+    Raises:
+        CoderError: a term with parameters or buffers, one that gathers without ``compute``, or one without ``gather="ring"``.
     """
 
     def __init__(
@@ -287,37 +322,20 @@ class CoderLoss(nn.Module):
             raise CoderError("gather='ring' computes losses by tiles: take another implementation than 'reference'")
         if gather == "ring" and gather_dtype != "exact":
             raise CoderError("gather='ring' sends features in their own type: leave out gather_dtype, or take gather='all'")
-        self._warned_of_one_pair = False
+        self._warned: set[str] = set()
         self.gather: GatherForm = gather
         self.gather_dtype: torch.dtype | None = torch.bfloat16 if gather_dtype == "bfloat16" else None
         self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
         self.terms: Any = nn.ModuleDict()
+        self._heads: tuple[Mapping[str, Head]] = (heads,)  # in a tuple: they are the model's
         for label, spec in zip(objective.labels(), objective.terms, strict=True):
-            term = spec.build()
-            if next(term.parameters(), None) is not None:
-                raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
-            obstacle = term.ring_obstacle() if gather == "ring" else None
-            if obstacle is not None:
-                raise CoderError(f"loss {spec.name!r} cannot pass blocks around (gather='ring'): {obstacle}; take gather='all'")
-            term = copy.copy(term)  # a term that was passed as an object may be in losses of other models too
+            term = copy.copy(_checked(spec.build(), spec.name))  # an object may be in losses of other models too
+            if gather == "ring" and "ring" not in term.supports:
+                raise CoderError(f"loss {str(replace(spec, weight=1.0))!r} does not support gather='ring': take gather='all'")
             term._modules = dict(term._modules)
             term.implementation, term.ring = implementation, gather == "ring"
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
-        if implementation == "triton":
-            check_triton()
-            self._warn_of_terms_without_kernels()
-
-    def _warn_of_terms_without_kernels(self) -> None:
-        local = any(term.local_loss for term in self.terms.values()) and self.gather == "all"
-        if local and distributed.world_size() > 1:
-            logging.warning(
-                "Triton's kernels do not serve the local loss: torch computes all terms (--no-local-loss or --gather ring)"
-            )
-            return
-        others = [label for label, term in self.terms.items() if not term.has_kernels]
-        if others:
-            logging.warning("Triton's kernels do not serve %s: torch computes them", " and ".join(others))
 
     def forward(
         self, *, output_dict: bool = True, sums: SumWithGradient | None = None, **outputs: Tensor
@@ -332,19 +350,16 @@ class CoderLoss(nn.Module):
         """
         ring = self.gather == "ring" and distributed.world_size() > 1
         arguments = self._arguments(outputs)
-        if len(outputs.get("image_features", ())) == 1 == distributed.world_size() and torch.is_grad_enabled():
-            self.warn_of_one_pair()
-        names = [term.gathers if term.takes_gathered and not ring else () for term in self.terms.values()]
-        gathered = gathered_arguments(
-            list(zip(names, arguments, strict=True)),
-            dtype=self.gather_dtype,
-            sums=sums,
-        )
+        if not torch.compiler.is_compiling():
+            self._warn(outputs)
+        names = [() if ring else term.gathers for term in self.terms.values()]
+        together = list(zip(names, arguments, strict=True))
+        gathered = gathered_arguments(together, dtype=self.gather_dtype, sums=sums)
         losses: dict[str, Tensor] = {}
         for (label, term), spec, own, every in zip(
             self.terms.items(), self.objective.terms, arguments, gathered, strict=True
         ):
-            value = term(gathered=every, **own) if term.takes_gathered else term(**own)
+            value = term(gathered=every, **own) if term.gathers else term(**own)
             values = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in values.items():
                 if not isinstance(scalar, Tensor) or scalar.ndim:
@@ -357,13 +372,16 @@ class CoderLoss(nn.Module):
                 losses[f"{label}_{name}"] = spec.weight * scalar
         return losses if output_dict else torch.stack(list(losses.values())).sum()
 
+    def warn_once(self, about: str, message: str, *values: Any) -> None:
+        """Log a warning, unless one about the same was logged before."""
+        if about not in self._warned:
+            self._warned.add(about)
+            logging.warning(message, *values)
+
     def warn_of_one_pair(
         self, advice: str = "use a larger batch size, and leave out a last batch of one (drop_last)"
     ) -> None:
         """Warn once of a batch of one pair, if terms take their negatives from the other pairs of the batch alone."""
-        if self._warned_of_one_pair or torch.compiler.is_compiling():
-            return
-        self._warned_of_one_pair = True
         terms = [
             spec.name
             for spec, term in zip(self.objective.terms, self.terms.values(), strict=True)
@@ -371,8 +389,25 @@ class CoderLoss(nn.Module):
             and not {"coder_image_keys", "coder_negative_ids"} & {*term.requires}  # of the momentum banks, hard negatives
         ]
         if terms:
-            logging.warning(
-                "a batch of one pair has no negatives, and %s has no others: %s", " and ".join(terms), advice
+            names = " and ".join(terms)
+            self.warn_once("one pair", "a batch of one pair has no negatives, and %s has no others: %s", names, advice)
+
+    def _warn(self, outputs: Mapping[str, Tensor]) -> None:
+        """Warn of what a batch lacks."""
+        if len(outputs.get("image_features", ())) == 1 == distributed.world_size() and torch.is_grad_enabled():
+            self.warn_of_one_pair()
+        terms = zip(self.objective.terms, self.terms.values(), self.bindings, strict=True)
+        names = [
+            spec.name
+            for spec, term, binding in terms
+            if "coder_ids" in term.optional and binding.get("coder_ids", "coder_ids") not in outputs
+        ]
+        if names:
+            self.warn_once(
+                "ids",
+                "%s: no image ids were passed, so other captions of an image count as its negatives: call "
+                "model(image, text, image_id=ids)",
+                " and ".join(names),
             )
 
     def _arguments(self, outputs: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -382,10 +417,31 @@ class CoderLoss(nn.Module):
             missing = [binding[argument] for argument in term.requires if binding[argument] not in outputs]
             if missing:
                 raise CoderError(
-                    f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
-                    "with this loss, in training mode, and given what its heads require (image_id, text_positive, "
-                    "text_negatives)?"
+                    f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model created "
+                    "with this loss, in training mode, and given what its heads require"
+                    f"{' (model(image, text, image_id=ids))' if 'coder_ids' in missing else ''}?"
                 )
-            own = {argument: outputs[key] for argument, key in binding.items() if key in outputs}
-            arguments.append(term.prepare(**own) if term.takes_gathered else own)
+            arguments.append({argument: outputs[key] for argument, key in binding.items() if key in outputs})
         return arguments
+
+
+def _checked(term: Any, name: str) -> Any:
+    """The term, if it keeps what a term must keep."""
+    module = getattr(term, "module", term)
+    if next(term.parameters(), None) is not None:
+        raise CoderError(f"loss {name!r} owns parameters, which nothing would train: put them into a head")
+    if buffers := [buffer for buffer, _ in term.named_buffers()]:
+        raise CoderError(
+            f"loss {name!r} holds the buffer {buffers[0].removeprefix('module.')!r}, which no checkpoint would save: keep it "
+            "in a head (KeepsState), which the loss reads with self.provider(KEY)"
+        )
+    gathers = check_keys(module, f"loss {name!r}", "gathers").gathers if hasattr(module, "gathers") else ()
+    if unknown := [key for key in gathers if key not in (*module.requires, *getattr(module, "optional", ()))]:
+        hint = did_you_mean(unknown[0], module.requires) or ":"
+        raise CoderError(f"loss {name!r} gathers {unknown[0]!r}, which is not in its requires or optional{hint} add it there")
+    if gathers and (type(module).forward is not Term.forward or type(module).compute is Term.compute):
+        raise CoderError(
+            f"loss {name!r} names {', '.join(gathers)} in 'gathers', and gathered rows go to compute(): derive it from "
+            "coder_plugin.losses.base.Term and rename forward to compute"
+        )
+    return term

@@ -131,15 +131,14 @@ class LossConfig:
     gather: str = _option(
         "all",
         "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
-        "holds the global batch (ring; dcl, clip and distill of features alone)",
+        "holds the global batch (ring; docs/training.md names what it serves)",
         choices=("all", "ring"),
     )
     loss_impl: str = _option(
         "auto",
         "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
-        "memory that grows with the batch size alone (tiled; triton: with Triton's kernels, on GPUs; they serve dcl, "
-        "concept_dcl, clip, and ascl over cosines, in one process, with --no-local-loss or in a ring; torch the rest)",
-        choices=("auto", "reference", "tiled", "triton"),
+        "memory that grows with the batch size alone (tiled)",
+        choices=("auto", "reference", "tiled"),
     )
 
     def __post_init__(self) -> None:

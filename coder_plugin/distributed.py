@@ -240,7 +240,7 @@ def exchange(local: Tensor) -> Tensor:
     return local if world_size() == 1 else _Exchange.apply(local)
 
 
-def pass_on(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[], list[Tensor]]:
+def ring_send_recv(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[], list[Tensor]]:
     """Begin to send tensors to the next rank, and to receive those of the rank before; the last rank sends to the first.
 
     Call it on all ranks. The tensors travel while the caller computes; they must not be written to meanwhile.
@@ -253,7 +253,7 @@ def pass_on(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[], list
         A function that waits, and returns what was received.
 
     Example:
-        >>> pass_on([torch.tensor([1.0])])()  # one process
+        >>> ring_send_recv([torch.tensor([1.0])])()  # one process
         [tensor([1.])]
     """
     if world_size() == 1 or not tensors:

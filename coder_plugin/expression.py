@@ -6,15 +6,12 @@ One line::
     item       = [ number "*" ] name [ "@" name ] [ "(" [ option { "," option } ] ")" ]
     option     = key "=" value            number, true, false, none, word or 'quoted text'
 
-A name may hold dots, dashes and slashes (``coder-clip``, ``coder/table2-1``), which Python's grammar reads as operators.
-Each word, number and quoted text is therefore replaced by a placeholder of the same length before :mod:`ast` reads the
-expression, so columns stay what they were. What may follow what is checked beforehand, because Python's own messages and
-columns differ between its versions.
+A name may hold single dots, dashes and slashes (``coder-clip``, ``coder/table2-1``). The name of an item may also be a
+class in a file, ``PATH.py:NAME``.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,20 +19,23 @@ from typing import Any
 
 from coder_plugin.errors import CoderError
 
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])
+    rf"""\s*(?:(?P<file>[\w.~/][\w.~/-]*\.py:[A-Za-z_]\w*)
+            |(?P<number>{_NUMBER})(?![\w.])
             |(?P<name>[A-Za-z_]\w*(?:[./-]\w+)*)
             |'(?P<single>[^']*)'|"(?P<double>[^"]*)"
             |(?P<mark>[*@()=,+]))""",
     re.VERBOSE,
 )
 _CONSTANTS = {"true": True, "false": False, "none": None, "True": True, "False": False, "None": None}
+_NO_MINUS = "'-' is not possible: the items are added, and each weight must be > 0"
 
 #: For each state of an expression, what is expected next, and the state that each token or kind of token leads to.
 _STATES: dict[str, tuple[str, dict[str, str]]] = {
-    "item": ("{item}", {"number": "weight", "name": "name"}),
+    "item": ("{item}", {"number": "weight", "name": "name", "file": "name"}),
     "weight": ("'*' after the weight", {"*": "weighted"}),
-    "weighted": ("{item}", {"name": "name"}),
+    "weighted": ("{item}", {"name": "name", "file": "name"}),
     "name": ("'+'", {"@": "at", "(": "opened", "+": "item", "end": "end"}),
     "at": ("a head after '@'", {"name": "source"}),
     "source": ("'+'", {"(": "opened", "+": "item", "end": "end"}),
@@ -52,10 +52,8 @@ _STATES: dict[str, tuple[str, dict[str, str]]] = {
 class _Token:
     kind: str
     text: str
-    start: int
     #: Counted from 1; of a quoted text, that of its first character inside the quotes.
     column: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -100,17 +98,7 @@ class Expression:
         Raises:
             CoderError: not of the grammar, or an option given twice; names the column, counted from 1.
         """
-        draft = cls(text, kind)
-        tokens = list(draft._scan())
-        draft._check(tokens, item)
-        source = [" "] * len(text)
-        for token in tokens[:-1]:
-            placeholder = {"mark": token.text, "number": "0" * token.length}.get(token.kind, "x" * token.length)
-            source[token.start : token.start + token.length] = placeholder
-        by_start = {token.start: token for token in tokens}
-        body = ast.parse("".join(source).strip(), mode="eval").body
-        indent = len(text) - len("".join(source).lstrip())
-        return cls(text, kind, tuple(draft._item(node, by_start, indent) for node in _summands(body)))
+        return cls(text, kind, tuple(cls(text, kind)._read(item)))
 
     def error(self, column: int, message: str) -> CoderError:
         """One line that quotes the expression and names the column."""
@@ -122,88 +110,66 @@ class Expression:
             match = _TOKEN.match(self.text, position)
             if not match:
                 column = position + len(self.text[position:]) - len(self.text[position:].lstrip()) + 1
-                raise self.error(column, f"unexpected {self.text[column - 1]!r}")
+                character = self.text[column - 1]
+                raise self.error(column, _NO_MINUS if character == "-" else f"unexpected {character!r}")
             kind = match.lastgroup or ""
             start, text, position = match.start(kind), match[kind], match.end()
-            if kind == "number" and text[0] == "+" and previous in ("name", "text", "number", ")"):
+            if kind == "number" and text[0] == "+" and previous in ("name", "file", "text", "number", ")"):
                 kind, text, position = "mark", "+", start + 1  # "a +2*b": the plus stands between two items
-            column, length = start + 1, len(text)
-            if kind in ("single", "double"):
-                kind, start, length = "text", start - 1, length + 2
+            kind = "text" if kind in ("single", "double") else kind
             previous = text if kind == "mark" else kind
-            yield _Token(kind, text, start, column, length)
-        yield _Token("end", "end of the expression", len(self.text), len(self.text) + 1, 0)
+            yield _Token(kind, text, start + 1)
+        yield _Token("end", "end of the expression", len(self.text) + 1)
 
-    def _check(self, tokens: list[_Token], item: str) -> None:
-        state, previous = "item", ""
-        for token in tokens:
-            expected, following = _STATES[state]
-            key = token.text if token.kind == "mark" else token.kind
-            if key not in following:
-                expected = expected.format(item=item, previous=previous)
-                if token.kind == "end":  # "'=' after 'mu'" names what is before it already
-                    after = f" after {previous!r}" if previous else ""
-                    raise self.error(token.column, f"{expected.removesuffix(after)} is missing{after}")
-                raise self.error(token.column, f"expected {expected}, found {token.text!r}")
-            state, previous = following[key], token.text
-
-    def _item(self, node: ast.expr, by_start: dict[int, _Token], indent: int) -> Item:
-        def token_of(node: ast.expr | ast.keyword) -> _Token:
-            return by_start[node.col_offset + indent]
-
-        weight: ast.expr | None = None
-        source: ast.expr | None = None
-        call: ast.Call | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):  # (weight * name) @ source(…)
-            source, node = node.right, node.left
-            if isinstance(source, ast.Call):
-                call, source = source, source.func
-        if isinstance(node, ast.BinOp):
-            weight, node = node.left, node.right
-        if isinstance(node, ast.Call):
-            call, node = node, node.func
-        places = {"weight": weight, "name": node, "source": source}
-        tokens = {place: token_of(part) for place, part in places.items() if part is not None}
-        columns = {place: token.column for place, token in tokens.items()}
+    def _read(self, item: str) -> Iterator[Item]:
+        state, previous, key = "item", "", ""
+        parts: dict[str, str] = {}
         options: dict[str, Any] = {}
-        for keyword in call.keywords if call else ():
-            key, value = token_of(keyword), token_of(keyword.value)
-            if key.text in options:
-                raise self.error(key.column, f"option {key.text!r} is given twice")
-            columns[f"option {key.text}"] = key.column
-            options[key.text] = value.text if value.kind == "text" else parse_value(value.text)
-        return Item(
-            name=tokens["name"].text,
-            weight=tokens["weight"].text if weight else None,
-            source=tokens["source"].text if source else None,
-            options=options,
-            columns=columns,
-        )
+        columns: dict[str, int] = {}
+        for token in self._scan():
+            state = self._next_state(state, token, previous, item)
+            previous = token.text
+            if state in ("weight", "name", "source"):
+                parts[state], columns[state] = token.text, token.column
+            elif state == "key":
+                key = token.text
+                if key in options:
+                    raise self.error(token.column, f"option {key!r} is given twice")
+                columns[f"option {key}"] = token.column
+            elif state == "value":
+                options[key] = token.text if token.kind == "text" else parse_value(token.text)
+            elif state in ("item", "end"):
+                yield Item(**parts, options=options, columns=columns)
+                parts, options, columns = {}, {}, {}
 
-
-def _summands(node: ast.expr) -> list[ast.expr]:
-    summands: list[ast.expr] = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        summands.append(node.right)
-        node = node.left
-    return [node, *reversed(summands)]
+    def _next_state(self, state: str, token: _Token, previous: str, item: str) -> str:
+        expected, following = _STATES[state]
+        key = token.text if token.kind == "mark" else token.kind
+        if key in following:
+            return following[key]
+        expected = expected.format(item=item, previous=previous)
+        if token.kind == "end":  # "'=' after 'mu'" names what is before it already
+            after = f" after {previous!r}" if previous else ""
+            raise self.error(token.column, f"{expected.removesuffix(after)} is missing{after}")
+        minus = "+" in following and token.text.startswith("-")
+        raise self.error(token.column, _NO_MINUS if minus else f"expected {expected}, found {token.text!r}")
 
 
 def parse_value(text: str) -> Any:
     """One option value as the grammar reads it: a number, true, false, none, or text.
 
     Example:
-        >>> parse_value("0.05"), parse_value("true"), parse_value("fusion"), parse_value("'12'")
-        (0.05, True, 'fusion', '12')
+        >>> parse_value("0.05"), parse_value("true"), parse_value("fusion"), parse_value("'12'"), parse_value("nan")
+        (0.05, True, 'fusion', '12', 'nan')
     """
     text = text.strip()
     if text in _CONSTANTS:
         return _CONSTANTS[text]
-    for kind in (int, float):
+    if re.fullmatch(_NUMBER, text):
         try:
-            return kind(text)
+            return int(text)
         except ValueError:
-            pass
+            return float(text)
     return text.strip("'\"")
 
 

@@ -44,7 +44,7 @@ class Following:
             self._coder.followed_by = None
 
     def follows(self, coder: Coder) -> bool:
-        """Whether it advances this one, and not that of which this one is a copy."""
+        """False for a deep copy."""
         return coder is self._coder
 
     def advances_with(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -151,12 +151,12 @@ def find_model(model: Any) -> Any:
             model = getattr(model, name)
     if _has_heads(model):
         return model
-    found = list(_outermost(model)) if isinstance(model, nn.Module) else []
-    if len(found) != 1:
-        there = f"{len(found)} models with heads in" if found else "no model of coder_plugin.create_model in"
-        hint = "" if found else ", made by create_model or given heads by add_heads"
+    models = list(_outermost(model)) if isinstance(model, nn.Module) else []
+    if len(models) != 1:
+        there = f"{len(models)} models with heads in" if models else "no model of coder_plugin.create_model in"
+        hint = "" if models else ", made by create_model or given heads by add_heads"
         raise CoderError(f"there is {there} the {type(model).__name__}: pass the model that is trained{hint}")
-    return found[0]
+    return models[0]
 
 
 def _has_heads(module: Any) -> bool:

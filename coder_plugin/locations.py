@@ -1,8 +1,9 @@
-"""Locations of data in files that others may have written: what runs a command or fetches is taken from the user alone.
+"""Locations of data and losses in files that others may have written: what runs code or fetches is taken from the user alone.
 
-``--val-data "pipe:…"`` runs a command, and a URL starts ``curl`` or ``gsutil``. On the command line the user has typed it. In a
-run's ``config.json``, a file of ``--config`` or a recipe somebody else may have: :func:`local_only` marks such a location, and
-:func:`check_local` refuses the mark where the data would be opened, so that a flag can replace it.
+``--val-data "pipe:…"`` runs a command, a URL starts ``curl`` or ``gsutil``, and a loss ``PATH.py:NAME`` is imported. On the
+command line the user has typed it. In a run's ``config.json``, a file of ``--config`` or a recipe somebody else may have:
+:func:`local_only` marks such a value, and :func:`check_local` and :func:`check_local_loss` refuse the mark where it would be
+opened, so that a flag can replace it.
 """
 
 from __future__ import annotations
@@ -89,11 +90,25 @@ def absolute(location: str) -> str:
 
 
 def local_only(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by flat name from a file, their locations that are not local marked for :func:`check_local`."""
+    """Options by flat name from a file, with a mark on locations that are not local and on losses in Python files."""
+
+    def is_safe(name: str, value: str) -> bool:
+        return ".py:" not in value if name == "loss" else name not in LOCATIONS or is_local(value)
+
     return {
-        name: f"{_MARK}{value}>" if name in LOCATIONS and isinstance(value, str) and not is_local(value) else value
+        name: value if not isinstance(value, str) or is_safe(name, value) else f"{_MARK}{value}>"
         for name, value in options.items()
     }
+
+
+def check_local_loss(loss: str) -> None:
+    """:class:`CoderError` for a loss that :func:`local_only` has marked."""
+    if loss.startswith(_MARK):
+        named = loss.removeprefix(_MARK).removesuffix(">")
+        raise CoderError(
+            f"a configuration file or recipe names the loss {named[:200]!r}, which runs a Python file: if you trust it, give "
+            "it again on the command line (--loss)"
+        )
 
 
 def check_local(location: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from coder_plugin import registry
 from coder_plugin.coder import AggregatorName, Coder, CoderLoss, GatherDtype, GatherForm
+from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import Capability, affects_ranking
 from coder_plugin.objective import Objective, object_name
@@ -223,9 +223,8 @@ def create_loss(
         loss: as in :func:`create_model`. It may leave out terms that the model was created with, but not need more heads.
         model: the model whose heads' output the loss reads.
         implementation: ``"reference"``: each loss forms all similarities of the batch at once; ``"tiled"``: equal up to
-            rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"triton"``: tiles with
-            Triton's kernels, on a GPU, for the terms that they serve; ``"auto"``: tiles for the terms and options that have
-            them.
+            rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"auto"``: tiles for the
+            terms and options that have them.
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``"exact"``, in their own types,
             or ``"bfloat16"``, rounded to 8 bits of mantissa on the way, and summed so, in half the bytes.
         gather: with several processes, ``"all"``: every rank gets the features of all ranks; ``"ring"``: the texts of one rank
@@ -237,9 +236,9 @@ def create_loss(
         ``{"dcl_loss": …}``, a scalar for each term with its weight applied; with ``output_dict=False`` their sum.
 
     Raises:
-        CoderError: the model lacks heads that the loss needs, a term has parameters, the model gives an image several
-            features and a term can compare only one, ``"triton"`` without a GPU, or ``gather="ring"`` with a term or an option
-            that it does not have.
+        CoderError: the model lacks heads that the loss needs, a term has parameters or buffers, the model gives an image
+            several features and a term can compare only one, or ``gather="ring"`` with a term or an option that does not
+            support it.
 
     Example:
         >>> import torch
@@ -274,7 +273,7 @@ def create_loss(
     if gather == "ring" and model.coder.views > 1:
         raise CoderError(f"gather='ring' compares one feature of an image, and this model gives {model.coder.views}")
     for spec, binding, term in zip(objective.terms, resolution.bindings, coder_loss.terms.values(), strict=True):
-        if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
+        if model.coder.views > 1 and "image_features" in binding.values() and "views" not in term.supports:
             raise CoderError(
                 f"loss {spec.name!r} compares one feature of an image, and this model gives {model.coder.views}: take "
                 "--model-kwargs image_pooling=gpo, or a loss that takes the best of several (dcl, triplet)"
@@ -318,7 +317,6 @@ def _heads_by_name(heads: Sequence[Any]) -> Mapping[str, Any]:
 def _check_intermediates(requested: Collection[str], available: Set[str]) -> None:
     absent = sorted(set(requested) - available)
     if absent:
-        known = "of this model" if set(absent) <= INTERMEDIATE_KEYS else "known"
-        raise CoderError(
-            f"return_intermediates: {', '.join(absent)} is no key {known}, which gives: {', '.join(sorted(available))}"
-        )
+        unknown = "this model does not give" if set(absent) <= INTERMEDIATE_KEYS else "unknown key"
+        keys, known = ", ".join(absent), ", ".join(sorted(available))
+        raise CoderError(f"return_intermediates: {unknown} {keys}; it gives: {known}")

@@ -8,6 +8,7 @@ where several could.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from typing import Any
 from coder_plugin import recipes, registry
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.expression import Expression, Item, format_value
+from coder_plugin.locations import check_local_loss
 from coder_plugin.options import check_options, check_types, required_options
 
 
@@ -28,6 +30,7 @@ class TermSpec:
     """One term of an objective: ``weight * name@source(options)``.
 
     Args:
+        name: of the term, or ``PATH.py:NAME``, a class in a file.
         source: the head whose features the term compares, or None: the backbone's.
         head: the head that provides what the term requires, where several could.
         term: the term itself where it was passed as an object, not by name.
@@ -46,29 +49,44 @@ class TermSpec:
         text += f"({','.join(f'{k}={format_value(v)}' for k, v in options)})" if options else ""
         return text if self.weight == 1 else f"{_format_weight(self.weight)}*{text}"
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether a checkpoint cannot hold the term: it is an object, or in a Python file, which opening must not run."""
+        return self.term is not None or registry.class_in_file(self.name) is not None
+
+    @property
+    def short_name(self) -> str:
+        """The name, of ``PATH.py:NAME`` that of an object of the class."""
+        cls = registry.class_in_file(self.name)
+        return self.name if cls is None else _snake_case(cls)
+
     def build(self) -> Any:
-        """The term: the object that was passed, or a new one of the registered class. A plain module is made a term."""
+        """The term: the object that was passed, or a new one of the registered class. A plain module is made a term.
+
+        Raises:
+            CoderError: the keys are not tuples, or the term does not take them.
+        """
         from coder_plugin.losses.base import ModuleTerm, Term
 
         term = self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
-        if isinstance(term, Term):
-            return check_keys(term, f"loss {self.name!r}", "requires", "uses")
-        return ModuleTerm(check_keys(term, f"loss {self.name!r}", "requires", *(["uses"] if hasattr(term, "uses") else [])))
+        check_keys(term, f"loss {self.name!r}", "requires", "optional")
+        function = term.compute if isinstance(term, Term) and type(term).compute is not Term.compute else term
+        check_takes_keys(function, term, f"loss {self.name!r}")
+        return term if isinstance(term, Term) else ModuleTerm(term)
 
 
 @dataclass(frozen=True)
 class UnavailableTerm:
-    """Stands for a term that was passed as an object, where a saved objective is read without it: for inference.
+    """Stands for an object or a class in a file, where a saved objective is read without it: for inference.
 
     Args:
-        class_name: of the object, ``MODULE:CLASS``.
-        requires: the keys that the object reads.
-        uses: the keys that it takes if they are present.
+        class_name: ``MODULE:CLASS`` of the object, or ``PATH.py:NAME``.
+        requires, optional: the keys that the term reads.
     """
 
     class_name: str
     requires: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def __call__(self, **outputs: Any) -> Any:
         raise CoderError(f"this model was opened without its term {self.class_name}, so its loss cannot be computed")
@@ -129,7 +147,7 @@ class Objective:
         """A unique name for each term's loss: ``dcl``, ``dcl_concepts``, and ``dcl_2`` for a repeated one."""
         labels: list[str] = []
         for term in self.terms:
-            base = re.sub(r"\W", "_", term.name + (f"_{term.source}" if term.source else ""))
+            base = re.sub(r"\W", "_", term.short_name + (f"_{term.source}" if term.source else ""))
             numbered = (f"{base}_{number}" for number in itertools.count(2))
             labels.append(next(label for label in itertools.chain([base], numbered) if label not in labels))
         return labels
@@ -176,7 +194,8 @@ class Objective:
         raise CoderError(f"option {which!r}: the loss has no term and no head {owner!r}; known: {', '.join(owners)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold; :meth:`from_dict` reads it. Of a term object it holds the class's name and its keys."""
+        """A form that JSON can hold; :meth:`from_dict` reads it. Of an object, or of a class in a Python file, it holds the
+        class's name and the keys."""
         terms = [_term_to_dict(term) for term in self.terms]
         heads = {name: dict(options) for name, options in self.heads}
         return json.loads(json.dumps({"terms": terms, "heads": heads, "local_loss": self.local_loss}))
@@ -185,16 +204,17 @@ class Objective:
     def from_dict(
         cls, data: Mapping[str, Any], *, objects: Sequence[TermSpec] = (), inference: bool = False
     ) -> Objective:
-        """Read what :meth:`to_dict` wrote.
+        """Read what :meth:`to_dict` wrote. No Python file that it names is run.
 
         Args:
             data: the saved form.
-            objects: terms that were passed as objects. They stand for the saved terms of the same names, in order.
-            inference: the terms will not be computed, so an :class:`UnavailableTerm` may stand for an object.
+            objects: this run's terms that are objects or in Python files. They stand for the saved terms of the same
+                names, in order.
+            inference: the terms will not be computed, so an :class:`UnavailableTerm` may stand for such a term.
 
         Raises:
-            CoderError: a plugin that no longer exists, an option that it refuses, or a saved term that was an object and is
-                not among ``objects``.
+            CoderError: a plugin that no longer exists, an option that it refuses, or a saved term that was an object or in
+                a Python file and is not among ``objects``.
         """
         heads = tuple((name, check_options("heads", name, options)) for name, options in sorted(data["heads"].items()))
         remaining = list(objects)
@@ -210,17 +230,35 @@ def object_name(value: Any) -> str:
         >>> object_name(SpreadLoss)
         'spread_loss'
     """
-    cls = value if isinstance(value, type) else type(value)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    return _snake_case((value if isinstance(value, type) else type(value)).__name__)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def check_keys(value: Any, who: str, *attributes: str) -> Any:
     """The class or object, if what it declares are tuples of keys: the easiest slip is ``("key")`` for ``("key",)``."""
     for attribute in attributes:
-        keys = getattr(value, attribute, None)
+        keys = getattr(value, attribute, () if attribute == "optional" else None)
         if not (isinstance(keys, (tuple, list)) and all(isinstance(key, str) for key in keys)):
-            raise CoderError(f"{who} is at fault: its {attribute!r} is {keys!r}, not a tuple of keys")
+            comma = f": write ({keys!r},), with a comma" if isinstance(keys, str) else ""
+            raise CoderError(f"{who}: {attribute!r} must be a tuple of keys, got {keys!r}{comma}")
     return value
+
+
+def check_takes_keys(function: Any, reader: Any, who: str) -> None:
+    """Raise :class:`CoderError` unless a function, or a module's ``forward``, takes the keys of a term or head as keywords,
+    with and without the optional ones."""
+    function = getattr(function, "forward", function)
+    signature, optional = inspect.signature(function), tuple(getattr(reader, "optional", ()))
+    try:
+        for keys in (reader.requires, (*reader.requires, *optional)):
+            signature.bind(**dict.fromkeys(keys))
+    except TypeError as error:
+        takes = f"{getattr(function, '__name__', 'it')} takes ({', '.join(signature.parameters)})"
+        keys = f"requires {', '.join(reader.requires) or 'no key'}" + (optional and f", optional {', '.join(optional)}" or "")
+        raise CoderError(f"{who}: {takes}, but the class says: {keys} ({error})") from error
 
 
 def _spec_of_object(term: Any) -> TermSpec:
@@ -228,12 +266,10 @@ def _spec_of_object(term: Any) -> TermSpec:
         raise CoderError(f"{term.__name__} is a class: pass an instance, {term.__name__}(…)")
     if not (callable(term) and hasattr(term, "requires")):
         raise CoderError(
-            f"{term!r} is no loss: pass an expression, or an nn.Module that names the keys it reads in 'requires', such as "
-            "requires = ('image_features', 'text_features')"
+            f"{term!r} is not a loss: pass an expression, or an nn.Module that names the keys it reads in 'requires', such "
+            "as requires = ('image_features', 'text_features')"
         )
-    name = object_name(term)
-    check_keys(term, f"loss {name!r}", "requires", *(["uses"] if hasattr(term, "uses") else []))
-    return TermSpec(name, term=term)
+    return TermSpec(object_name(term), term=term)
 
 
 def check_names(text: str) -> Expression:
@@ -246,14 +282,15 @@ def check_names(text: str) -> Expression:
         >>> len(check_names("3*dcl + clip").items)
         2
     """
+    check_local_loss(text)
     expression = Expression.parse(text, kind="loss", item="a loss or an objective")
     groups = registry.names("losses"), recipes.objectives(), recipes.names()
     for item in expression.items:
         if not (registry.is_loss(item.name) or any(item.name in names for names in groups)):
             hint, known = did_you_mean(item.name, *groups), ", ".join([*groups[0], *groups[1]])
             message = (
-                f"unknown loss or objective {item.name!r}{hint} (known: {known}; one that Python code registers is known in "
-                "that process only; an entry point makes it known to the command line: docs/plugins.md)"
+                f"unknown loss or objective {item.name!r}{hint} (known: {known}; a class in a file is PATH.py:NAME; one "
+                "that Python code registers is known in that process, one of an entry point everywhere: docs/plugins.md)"
             )
             raise expression.error(item.columns["name"], message)
     return expression
@@ -292,7 +329,7 @@ def _parse_item(expression: Expression, item: Item, heads: Collection[str], pare
             objective = _parse_expression(named.loss, heads, (*parents, item.name))
             return objective.with_options(named.options).scaled(weight)
         except CoderError as error:
-            raise expression.error(column, f"the objective {item.name!r} is at fault: {error}") from error
+            raise expression.error(column, f"the objective {item.name!r}: {error}") from error
     raise expression.error(column, _is_recipe(item.name))
 
 
@@ -306,6 +343,10 @@ def _is_recipe(name: str) -> str:
 
 def _parse_term(expression: Expression, item: Item, weight: float, heads: Collection[str]) -> TermSpec:
     options, columns = dict(item.options), item.columns
+    try:
+        registry.load("losses", item.name)
+    except CoderError as error:
+        raise expression.error(columns["name"], str(error)) from error
     known_heads = [*registry.names("heads"), *heads]
     head = options.pop("head", None)
     for name, place in ((item.source, "source"), (head, "option head")):
@@ -353,43 +394,45 @@ def _sum(objectives: Sequence[Objective]) -> Objective:
 def _term_to_dict(term: TermSpec) -> dict[str, Any]:
     fields = {"name": term.name, "weight": term.weight, "source": term.source, "head": term.head}
     fields["options"] = dict(term.options)
-    if term.term is not None:
-        cls = type(term.term)
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        fields["class"] = term.term.class_name if isinstance(term.term, UnavailableTerm) else name
-        fields["requires"], fields["uses"] = list(term.term.requires), list(getattr(term.term, "uses", ()))
+    if term.is_passed:
+        passed = term.build() if term.term is None else term.term
+        cls = type(passed)
+        name = term.name if term.term is None else f"{cls.__module__}:{cls.__qualname__}"
+        fields["class"] = passed.class_name if isinstance(passed, UnavailableTerm) else name
+        fields["requires"], fields["optional"] = list(passed.requires), list(getattr(passed, "optional", ()))
     return fields
 
 
 def _term_from_dict(fields: Mapping[str, Any], objects: list[TermSpec], inference: bool) -> TermSpec:
-    """Read a saved term; the first object of its name is taken from ``objects`` where the term was an object."""
-    if "class" in fields:
+    """Read a saved term. One that was an object or in a file is the first of ``objects`` with its name."""
+    name, weight, options = fields["name"], float(fields["weight"]), fields["options"]
+    if "class" in fields or registry.class_in_file(name) is not None:
+        short_name = TermSpec(name).short_name
         for index, spec in enumerate(objects):
-            if spec.name == fields["name"]:
-                term = objects.pop(index).term
-                return TermSpec(spec.name, float(fields["weight"]), fields["source"], fields["head"], term=term)
+            if spec.short_name == short_name:
+                del objects[index]
+                options = () if spec.term is not None else check_options("losses", spec.name, options)
+                return replace(spec, weight=weight, source=fields["source"], head=fields["head"], options=options)
         if inference:
             return _unavailable(fields)
-        raise CoderError(
-            f"the term {fields['name']!r} was an object of {fields['class']}, which a file cannot hold: pass the object again"
-        )
-    options = check_options("losses", fields["name"], fields["options"])
-    return TermSpec(fields["name"], float(fields["weight"]), fields["source"], fields["head"], options)
+        cls = fields.get("class", name)
+        raise CoderError(f"the term {name!r} was an object of {cls}, which a checkpoint cannot hold: pass the object again")
+    return TermSpec(name, weight, fields["source"], fields["head"], check_options("losses", name, options))
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether the first of two values is meant as a weight: it is no loss of any form."""
+    """Whether the first of two values is meant as a weight: it is not a loss of any form."""
     return not isinstance(value, (str, Sequence, Objective)) and not hasattr(value, "requires")
 
 
 def _unavailable(fields: Mapping[str, Any]) -> TermSpec:
-    """A saved term object without the object. The keys of heads are left out: a head may have been an object too."""
+    """A saved term without its object. The keys of heads are left out: a head may have been an object too."""
 
-    def keys(which: str) -> tuple[str, ...]:
-        return tuple(key for key in fields.get(which, ()) if not key.startswith("coder_"))
+    def keys(which: str, older: str = "") -> tuple[str, ...]:
+        return tuple(key for key in fields.get(which, fields.get(older, ())) if not key.startswith("coder_"))
 
-    term = UnavailableTerm(fields["class"], keys("requires"), keys("uses"))
-    return TermSpec(fields["name"], float(fields["weight"]), term=term)
+    term = UnavailableTerm(fields.get("class", fields["name"]), keys("requires"), keys("optional", "uses"))
+    return TermSpec(fields["name"], float(fields["weight"]), options=tuple(fields["options"].items()), term=term)
 
 
 def _format_weight(value: float) -> str:

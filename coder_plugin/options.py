@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def check_options(group: str, name: str, options: Mapping[str, Any]) -> tuple[tu
     if group == "losses":
         missing = [option for option in required_options(group, name) if option not in dict(ordered)]
         if missing:
-            raise CoderError(f"{name!r} must be given {', '.join(f'{option}=…' for option in missing)}")
+            raise CoderError(f"{name!r}: missing required option {', '.join(f'{option}=…' for option in missing)}")
         try:
             registry.load(group, name)(**dict(ordered))
         except ValueError as error:
@@ -37,7 +38,7 @@ def check_options(group: str, name: str, options: Mapping[str, Any]) -> tuple[tu
 
 
 def check_types(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The part of :func:`check_options` that looks at one option at a time: names and types."""
+    """The part of :func:`check_options` that looks at one option at a time: names, types and finite numbers."""
     cls = registry.load(group, name)
     allowed = _parameters(group, cls)
     try:
@@ -50,7 +51,10 @@ def check_types(group: str, name: str, options: Mapping[str, Any]) -> tuple[tupl
             raise CoderError(f"{name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}")
         ok, checked[option] = _convert(value, hints.get(option, Any))
         if not ok:
-            raise CoderError(f"{name!r}: option {option}={format_value(value)} must be {_describe(hints[option])}")
+            wanted = f"{_describe(hints[option])}, a finite number" if value in ("nan", "inf") else _describe(hints[option])
+            raise CoderError(f"{name!r}: option {option}={format_value(value)} must be {wanted}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CoderError(f"{name!r}: option {option}={value} must be finite")
     return tuple((option, checked[option]) for option in allowed if option in checked)
 
 

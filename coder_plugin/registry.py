@@ -1,14 +1,17 @@
 """Plugins by name: losses, heads, readers and more, from entry points and from :func:`register`.
 
 Discovery reads only package metadata, so listing all plugins takes milliseconds and imports none of them. A plugin is
-imported when it is used. A fault of one name (two packages claim it, its import fails) is an error for who uses that name,
-and for nobody else.
+imported when it is used. A fault of one name (two packages claim it, its import fails) is an error only where that name
+is used. A loss may also be a class in a file, ``PATH.py:NAME``.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import importlib.util
+import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ GROUPS = (
 #: The distribution of plugins that were registered in this process, not by an entry point.
 REGISTERED = "register()"
 
+_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)", re.DOTALL)
 _cache: dict[str, tuple[Plugin, ...]] = {}
 _registered: dict[tuple[str, str], Any] = {}
 
@@ -103,8 +107,8 @@ def register(group: str, name: str, target: Any = None) -> Any:
         return lambda target: register(group, name, target)
     if not re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", name):
         raise CoderError(
-            f"register: {name!r} is no name for a plugin: use letters, digits and underscores, with single dots, dashes or "
-            "slashes between them"
+            f"register: {name!r} is not a name of a plugin: use letters, digits and underscores, with single dots, dashes "
+            "or slashes between them"
         )
     path = _path(target)
     rival = next((plugin for plugin in _discover(group) if plugin.name == name), None)
@@ -131,10 +135,21 @@ def names(group: str) -> list[str]:
     return sorted({plugin.name for plugin in _discover(_short(group))})
 
 
+def class_in_file(name: str) -> str | None:
+    """NAME of ``PATH.py:NAME``; None for a name of another form.
+
+    Example:
+        >>> class_in_file("./losses/mine.py:HubPenalty"), class_in_file("dcl")
+        ('HubPenalty', None)
+    """
+    match = _FILE.fullmatch(name)
+    return match and match[2]
+
+
 def is_loss(name: str) -> bool:
-    """Whether a name is that of a loss, or of a library of losses with a dot and more; whether the library has it is not
-    checked."""
-    return name in names("losses") or _library(name) is not None
+    """Whether a name is that of a loss, ``PATH.py:NAME``, or a library of losses with a dot and more. Whether the file or
+    the library has it is not checked."""
+    return class_in_file(name) is not None or name in names("losses") or _library(name) is not None
 
 
 def load(group: str, name: str) -> Any:
@@ -144,6 +159,8 @@ def load(group: str, name: str) -> Any:
         CoderError: an unknown name, one with two claims, or one whose import fails.
     """
     group = _short(group)
+    if group == "losses" and (match := _FILE.fullmatch(name)):
+        return _load_from_file(*match.groups())
     claims = [plugin for plugin in _discover(group) if plugin.name == name]
     if not claims and group == "losses" and (library := _library(name)):
         return load("loss_libraries", library)(name.removeprefix(f"{library}."))
@@ -281,6 +298,30 @@ def _resolve(plugin: Plugin) -> Any:
             f"{plugin.name!r} in {PREFIX}{plugin.group}, from {f'{plugin.distribution} {plugin.version}'.strip()}, "
             f"cannot be loaded from {plugin.target}: {_cause(exc)}"
         ) from exc
+
+
+def _load_from_file(path: str, name: str) -> Any:
+    """A class in a file, which is imported once in a process."""
+    file = os.path.abspath(os.path.expanduser(path))
+    module_name = f"_coder_plugin_file_{hashlib.sha256(file.encode()).hexdigest()[:16]}"
+    if module_name not in sys.modules:
+        if not os.path.isfile(file):
+            raise CoderError(f"{path}: there is no file {file}")
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)  # by this name its classes can be pickled
+        try:
+            spec.loader.exec_module(sys.modules[module_name])
+        except (Exception, SystemExit) as exc:  # as in _resolve
+            del sys.modules[module_name]
+            raise CoderError(f"{path} cannot be imported: {_cause(exc)}") from exc
+    members = vars(sys.modules[module_name])
+    if not isinstance(members.get(name), type):
+        own = [each for each in members.values() if isinstance(each, type) and each.__module__ == module_name]
+        losses = sorted(each.__name__ for each in own if hasattr(each, "requires") and not hasattr(each, "provides"))
+        hint = did_you_mean(name, losses) or ";"
+        raise CoderError(f"{path} has no class {name!r}{hint} its losses: {', '.join(losses) or 'none'}")
+    return members[name]
 
 
 def _path(target: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Resolution:
         heads: names, providers before their readers.
         bindings: for each term, the key that each of its arguments reads.
         reads: every key that some term or head reads.
+        required: those that a term or head cannot do without.
         targets: the class or object of each head that was passed as an object.
         options: options of heads, by head, that terms set.
     """
@@ -46,11 +48,12 @@ class Resolution:
     reads: frozenset[str]
     targets: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
 
     def of_heads(self, names: Sequence[str]) -> Resolution:
         """The same with only these heads, which must need no others, and without terms."""
         heads = [self.head(name) for name in names]
-        reads = frozenset(key for head in heads for key in (*head.requires, *head.uses))
+        reads = frozenset(key for head in heads for key in (*head.requires, *head.optional))
         targets, options = ({name: each[name] for name in each if name in names} for each in (self.targets, self.options))
         return Resolution(tuple(names), (), reads, targets, options)
 
@@ -66,7 +69,10 @@ def resolve(
     *,
     heads: Mapping[str, Any] | None = None,
 ) -> Resolution:
-    """Find the heads, and no others, that provide what the terms require.
+    """Find the heads that provide what the terms require, and what they and those heads may read besides.
+
+    An optional key of a term or head is provided by a head of ours, one that was passed as an object or registered in
+    this process, or one of the reader's own distribution; otherwise it stays absent.
 
     Args:
         available: keys that the backbone returns, such as ``image_features`` and ``logit_scale``.
@@ -89,6 +95,7 @@ class _Resolver:
         self.heads: list[str] = []
         self.open: list[str] = []
         self.reads: set[str] = set()
+        self.required: set[str] = set()
         self.options: dict[str, dict[str, Any]] = {}
 
     def run(self, objective: Objective) -> Resolution:
@@ -96,7 +103,7 @@ class _Resolver:
         for spec in objective.terms:
             who = f"loss {spec.name!r}"
             term = spec.build()  # an instance: options may change what a term requires
-            binding = self.bind(spec, (*term.requires, *term.uses))
+            binding = self.bind(spec, (*term.requires, *term.optional))
             if spec.head and not set(binding.values()) & set(self.head(spec.head).provides):
                 raise CoderError(f"{who}: head {spec.head!r} provides nothing that it requires")
             for argument, key in binding.items():
@@ -104,14 +111,17 @@ class _Resolver:
                     ids = "the ids of the images are 'coder_ids'; " if key == "image_id" else ""
                     raise CoderError(f"{who} requires {key!r}, which only heads can read: {ids}{self.keys()}")
                 preferred = spec.source if key != argument else spec.head
-                self.need(key, who, preferred, trusted=_trusted(spec) if argument in term.uses else None)
+                trusted = None if argument in term.requires else _trusted("losses", spec.name)
+                self.need(key, who, preferred, trusted=trusted)
+            self.check_leaves(binding.values(), who)
             bindings.append(binding)
             for name, options in term.head_options.items():
                 self.set_options(spec.head or name, options, who)
         self.check_overlap()
         targets = {name: self.extra[name] for name in self.heads if name in self.extra}
         options = {name: self.options[name] for name in self.heads if name in self.options}
-        return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads), targets, options)
+        reads, required = frozenset(self.reads), frozenset(self.required)
+        return Resolution(tuple(self.heads), tuple(bindings), reads, targets, options, required)
 
     def set_options(self, head: str, options: Mapping[str, Any], who: str) -> None:
         """Options of a head that follow from a term's. Two terms must agree."""
@@ -128,43 +138,32 @@ class _Resolver:
                 may also stay absent. None: the key is required.
         """
         self.reads.add(key)
+        if trusted is None:
+            self.required.add(key)
         if key in self.available:
             return
-        providers = self.providers(key)
+        providers = self.providers.get(key, {})
         if preferred and preferred in providers:
             self.build(preferred, who)
             return
         if trusted is not None:
-            providers = {
-                name: distribution
-                for name, distribution in providers.items()
-                if distribution in trusted or name in self.extra
-            }
+            providers = {name: source for name, source in providers.items() if source in trusted or name in self.extra}
         if providers:
             self.build(self.choose(providers, key, who), who)
         elif trusted is None:
-            nobody = f"{who} requires {key!r}, which neither this model nor any head provides"
+            absent = f"{who} requires {key!r}, which neither this model nor any head provides"
             if key == "logit_bias":
-                raise CoderError(f"{nobody}: take a SigLIP model, which has one, or a loss without it such as clip")
-            hint = did_you_mean(key, self.returned, self.head_keys())
+                raise CoderError(f"{absent}: take a SigLIP model, which has one, or a loss without it such as clip")
+            hint = did_you_mean(key, self.returned, self.providers)
             known = "" if hint else f"; {self.keys()}"
             raise CoderError(
-                f"{nobody}{hint or ';'} a head of yours is passed to create_model(custom_heads=[…]) or registered{known}"
+                f"{absent}{hint or ';'} pass a head of yours to create_model(custom_heads=[…]) or register it{known}"
             )
 
     def keys(self) -> str:
         """What terms can read, for messages."""
-        of_heads = ", ".join(sorted(self.head_keys())) or "none"
+        of_heads = ", ".join(sorted(self.providers)) or "none"
         return f"this model returns {', '.join(sorted(self.returned))}; heads provide {of_heads}"
-
-    def head_keys(self) -> set[str]:
-        keys: set[str] = set()
-        for name in {*registry.names("heads"), *self.extra}:
-            try:
-                keys.update(self.head(name).provides)
-            except CoderError as error:  # as in providers()
-                logging.getLogger(__name__).debug("head left out: %s", error)
-        return keys
 
     def build(self, name: str, who: str) -> None:
         if name in self.heads:
@@ -172,11 +171,23 @@ class _Resolver:
         if name in self.open:
             raise CoderError(f"heads require each other: {' -> '.join([*self.open, name])}")
         self.open.append(name)
-        for key in self.head(name).requires:
-            self.need(key, f"head {name!r} (for {who})", None)
-        self.reads.update(self.head(name).uses)
+        head, reader = self.head(name), f"head {name!r} (for {who})"
+        for key in head.requires:
+            self.need(key, reader, None)
+        for key in head.optional:
+            self.need(key, reader, None, trusted=_trusted("heads", name))
         self.open.pop()
         self.heads.append(name)
+
+    def check_leaves(self, keys: Iterable[str], who: str) -> None:
+        """Refuse a key of a term that a head provides only inside the model."""
+        for key in keys:
+            names = [name for name in self.heads if key in self.head(name).provides]
+            if names and key not in self.returned and not key.startswith("coder_"):
+                raise CoderError(
+                    f"{who} reads {key!r}, which head {names[0]!r} provides inside the model only: keys that leave the "
+                    f"model must start with 'coder_': call it 'coder_{key}' in both"
+                )
 
     def check_overlap(self) -> None:
         """Refuse two heads that provide the same key: only the later one's value would be read."""
@@ -210,19 +221,24 @@ class _Resolver:
 
     def head(self, name: str) -> Any:
         target = self.extra[name] if name in self.extra else registry.load("heads", name)
-        return check_keys(target, f"head {name!r}", "requires", "uses", "provides")
+        return check_keys(target, f"head {name!r}", "requires", "optional", "provides")
 
-    def providers(self, key: str) -> dict[str, str]:
-        """The heads that provide a key, with their distributions. A broken plugin is reported and left out."""
-        extra = {name: "" for name in self.extra if key in self.head(name).provides}
-        providers = {}
-        for plugin in registry.list_plugins("heads"):
+    @functools.cached_property
+    def providers(self) -> dict[str, dict[str, str]]:
+        """For each key the heads that provide it, with their distributions. A broken plugin is reported and left out."""
+        providers: dict[str, dict[str, str]] = {}
+        heads = {plugin.name: plugin.distribution for plugin in registry.list_plugins("heads")}
+        for name, distribution in {**heads, **dict.fromkeys(self.extra, "")}.items():
             try:
-                if plugin.name not in self.extra and key in self.head(plugin.name).provides:
-                    providers[plugin.name] = plugin.distribution
+                keys = self.head(name).provides
             except CoderError as error:
+                if name in self.extra:
+                    raise
                 logging.getLogger(__name__).warning("head left out: %s", error)
-        return {**extra, **providers}
+                continue
+            for key in keys:
+                providers.setdefault(key, {})[name] = distribution
+        return providers
 
     def choose(self, providers: Mapping[str, str], key: str, who: str) -> str:
         """A head that was passed as an object first, then our own: installing a package must not change what a loss means."""
@@ -234,6 +250,7 @@ class _Resolver:
         return names[0]
 
 
-def _trusted(spec: TermSpec) -> set[str]:
-    """Our distribution and the term's own."""
-    return {OWN_DISTRIBUTION} | {p.distribution for p in registry.list_plugins("losses") if p.name == spec.name}
+def _trusted(group: str, name: str) -> set[str]:
+    """The distributions whose heads provide a reader's optional keys: ours, its own, and what is registered here."""
+    own = {plugin.distribution for plugin in registry.list_plugins(group) if plugin.name == name}
+    return {OWN_DISTRIBUTION, registry.REGISTERED, *own}

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coder_plugin.functional import host
+from coder_plugin import tensors
 
 #: Operations whose result, or its shape, the host must wait for.
 WAITING = (
@@ -60,9 +60,9 @@ class _Methods(TorchFunctionMode):
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Inside the context the code runs as on a GPU, whose values are not at hand (``functional.host.at_hand``)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "HOST_DEVICES", frozenset())
+    """Inside the context ``tensors.is_on_cpu`` is False, so that the code runs as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:  # modules have imported the function by its name, so patch its code
+        patch.setattr(tensors.is_on_cpu, "__code__", (lambda tensor: False).__code__)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,3 +37,16 @@ def peak(function: Callable[[], Any]) -> float:
     with PeakMemory() as memory:
         function()
     return memory.peak
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context whose ``bytes`` are those of the largest storage that an operation returned."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.layout == torch.strided]
+        storages = [each.untyped_storage().nbytes() for each in tensors]
+        self.bytes = max([self.bytes, *storages])
+        return result

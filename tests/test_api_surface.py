@@ -26,7 +26,7 @@ MODULES = (
     "coder_plugin.heads.base",
     "coder_plugin.heads.capabilities",
     "coder_plugin.losses.base",
-    "coder_plugin.negatives.base",
+    "coder_plugin.noise.base",
     "coder_plugin.registry",
     "coder_plugin.evaluation",
 )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional.fusion import Attention, Side, make_side, pair_scores, use_gram
+from coder_plugin.heads.fusion_scores import Attention, Side, make_side, pair_scores, use_gram
 from tests.references import fusion as reference
 
 

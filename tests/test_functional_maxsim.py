@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional import maxsim
+from coder_plugin.heads.maxsim import maxsim
 from tests.references import maxsim as reference
 
 DIRECTIONS, REDUCTIONS = ("text", "image", "both"), ("mean", "sum")
@@ -97,7 +97,7 @@ def test_values_by_hand() -> None:
 
 
 def test_a_tile_bounds_what_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["coder_plugin.functional.late_interaction"]
+    module = sys.modules["coder_plugin.heads.maxsim"]
     compute, sizes_of_tiles = module.unit_maxsim, []
 
     def counted(images: Tensor, image_mask: Tensor, texts: Tensor, text_mask: Tensor, **options: Any) -> Tensor:

@@ -64,7 +64,7 @@ class Bank(KeepsState):
         self.momentum = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, text_features: Tensor) -> dict[str, Tensor]:
-        return {"coder_bank_texts": text_features * self.scale, "kept_inside": text_features}
+        return {"coder_bank_texts": text_features * self.scale}
 
     def write(self, row: Tensor) -> None:
         self.rows[self.pointer] = row
@@ -606,7 +606,7 @@ def test_options_reach_the_heads(make: Make, caplog: pytest.LogCaptureFixture) -
         make("vit", objective.with_options({"bank.size": 0}))
     logging.getLogger().setLevel(logging.WARNING)
     make("vit", Objective.parse("clip").with_options({"bank.size": 7}))
-    assert "the loss does not need these heads, whose options are set: bank" in caplog.text
+    assert "options ignored: the loss needs no head bank" in caplog.text
 
 
 # State

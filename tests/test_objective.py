@@ -197,6 +197,11 @@ def test_a_recipe_is_frozen_hashable_and_parsed_once() -> None:
         (" 2 ", 2),
         ("True", True),
         ("TRUE", "TRUE"),
+        ("nan", "nan"),
+        ("infinity", "infinity"),
+        ("-inf", "-inf"),
+        ("1_0", "1_0"),
+        ("9" * 5000, float("inf")),
     ],
 )
 def test_parse_value(text: str, value: Any) -> None:
@@ -235,7 +240,7 @@ def test_a_broken_preset_is_named() -> None:
     with pytest.raises(CoderError) as caught:
         Objective.parse("clip + 2*broken")
     message = str(caught.value)
-    assert message.startswith('loss "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
+    assert message.startswith('loss "clip + 2*broken", column 10: the objective \'broken\': ')
     assert 'loss "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
 
 
@@ -252,8 +257,11 @@ MISTAKES = [
     ("qqqqqq", 1, "unknown loss or objective 'qqqqqq' (known: "),
     ("CLIP", 1, "unknown loss or objective 'CLIP'"),
     ("clip & dcl", 6, "unexpected '&'"),
-    ("clip -0.5*dcl", 6, "expected '+', found '-0.5'"),
-    ("clip - dcl", 6, "unexpected '-'"),
+    ("clip -0.5*dcl", 6, "'-' is not possible: the items are added, and each weight must be > 0"),
+    ("clip - dcl", 6, "'-' is not possible: the items are added, and each weight must be > 0"),
+    ("clip + inf*dcl", 11, "expected '+', found '*'"),
+    ("mine.py", 1, "a class in a file is PATH.py:NAME"),
+    ("dcl(mu=mine.py:Hub)", 8, "expected a value, found 'mine.py:Hub'"),
     ("2dcl", 1, "unexpected '2'"),
     ("1.2.3*dcl", 1, "unexpected '1'"),
     ("dcl(word='open", 10, "unexpected \"'\""),
@@ -290,6 +298,8 @@ MISTAKES = [
     ("dcl(mo=0.1)", 5, "'dcl' has no option 'mo'; it has: mu, gamma, epsilon,"),
     ("clip(mu=1)", 6, "'clip' has no option 'mu'; it has: hard_negatives"),
     ("dcl(mu=x)", 5, "'dcl': option mu=x must be float"),
+    ("dcl(mu=nan)", 5, "'dcl': option mu=nan must be float"),
+    ("dcl(mu=1e999)", 5, "'dcl': option mu=inf must be finite"),
     ("dcl(gamma=0.2, mu='0.1')", 16, "'dcl': option mu='0.1' must be float"),
     ("dcl(mask_same_image=1)", 5, "option mask_same_image=1 must be bool"),
     ("triplet(margin=0.1, reduction=max)", 21, "option reduction=max must be mean or sum"),
@@ -306,8 +316,8 @@ MISTAKES = [
     ("dcl(mu=0, gamma=0.2)", 5, "'dcl': mu"),
     ("spy(count=2, low=5, flag=true)", 14, "'spy': low must be < high, got 5.0 and 1.0"),
     ("spy(high=3, count=2, low=5)", 22, "'spy': low must be < high, got 5.0 and 3.0"),
-    ("clip + needy", 8, "'needy' must be given rank=…"),
-    ("clip + needy(margin=0.2)", 8, "'needy' must be given rank=…"),
+    ("clip + needy", 8, "'needy': missing required option rank=…"),
+    ("clip + needy(margin=0.2)", 8, "'needy': missing required option rank=…"),
     ("needy(margin=-1, rank=2)", 7, "'needy': margin must be >= 0"),
     ("unreadable(rank=1)", 12, "its options' types cannot be read: name 'Missing' is not defined"),
     ("dcl(mu=0.1, mu=0.2)", 13, "option 'mu' is given twice"),
@@ -519,6 +529,7 @@ def test_options_that_must_agree_are_set_together() -> None:
         ("triplet.margin", 1, "option 'triplet.margin': the loss has no term and no head 'triplet'; known: "),
         ("dcl.mo", 1, "'dcl' has no option 'mo'; it has: mu, "),
         ("dcl.mu", "x", "'dcl': option mu=x must be float"),
+        ("dcl.mu", float("nan"), "'dcl': option mu=nan must be finite"),
         ("dcl.mu", 0, "'dcl': mu"),
         ("gate.sise", 1, "'gate' has no option 'sise'; it has: size, wide"),
         ("gate.size", 1.5, "'gate': option size=1.5 must be int"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import coder_plugin
-from coder_plugin import create_loss, create_model, registry
+from coder_plugin import create_loss, create_model, recipes, registry
+from coder_plugin.config import read_file
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
@@ -112,7 +115,7 @@ def test_a_term_binds_to_the_model(model):
     assert create_loss(term, model=other).terms["reads_norms"].heads is other.coder.heads
     assert bound.heads is created.coder.heads, "a loss of another model leaves this one as it is"
     plain = create_loss(Spread(), model=model).terms["spread"]
-    assert plain.uses == () and plain.takes_views is False and plain.masks_same_image is True
+    assert plain.optional == () and plain.supports == {"same_image"}
 
 
 def test_printing_and_files():
@@ -139,6 +142,18 @@ class Learns(Spread):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Renamed(Spread):
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        return images.sum()
+
+
+class Computes(Term):
+    gathers = ("image_features",)
+
+    def compute(self, image_features: Tensor) -> Tensor:
+        return image_features.sum()
+
+
 class OneKey(Spread):
     requires = "image_features"  # type: ignore[assignment]
 
@@ -148,9 +163,11 @@ class OneKey(Spread):
     [
         (Learns(), "loss 'learns' owns parameters, which nothing would train: put them into a head"),
         (Spread, "Spread is a class: pass an instance"),
-        (OneKey(), "loss 'one_key' is at fault: its 'requires' is 'image_features', not a tuple of keys"),
-        (nn.Linear(2, 2), "is no loss: pass an expression, or an nn.Module that names the keys it reads in 'requires'"),
-        (None, "None is no loss"),
+        (OneKey(), "loss 'one_key': 'requires' must be a tuple of keys, got 'image_features'"),
+        (Renamed(), r"loss 'renamed': forward takes \(images\), but the class says: requires image_features, text_"),
+        (Computes(), r"loss 'computes': compute takes \(image_features\), but the class says: requires image_features, "),
+        (nn.Linear(2, 2), "is not a loss: pass an expression, or an nn.Module that names the keys it reads in 'requires'"),
+        (None, "None is not a loss"),
         ([], "the loss is an empty list"),
         ((0, Spread()), "a weight must be > 0, got 0"),
         ((float("nan"), "clip"), "a weight must be > 0, got nan"),
@@ -215,6 +232,167 @@ def test_mistakes_with_heads(heads, message):
         create_model("coder-tiny", loss="clip", custom_heads=heads)
 
 
+TINY = BackboneInfo(embed_dim=128)
+
+
+class Returns(Norms):
+    """Returns whatever it is made with."""
+
+    provides = ("coder_norms", "coder_more")
+
+    def __init__(self, backbone: BackboneInfo, *keys: str) -> None:
+        super().__init__(backbone)
+        self.keys = keys
+
+    def forward(self, image_features: Tensor) -> dict[str, Tensor]:
+        return {key: image_features.sum(1) for key in self.keys}
+
+
+class Counts(Norms):
+    """Changes its buffer in forward, in place or by a new tensor."""
+
+    def __init__(self, backbone: BackboneInfo, *, in_place: bool = True) -> None:
+        super().__init__(backbone)
+        self.in_place = in_place
+        self.norm = nn.BatchNorm1d(backbone.embed_dim)  # its statistics are written in forward, as they are meant to be
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, image_features: Tensor) -> dict[str, Tensor]:
+        if self.in_place is not None:
+            self.steps = self.steps.add_(1) if self.in_place else self.steps + 1
+        return super().forward(self.norm(image_features))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (Returns(TINY, "coder_norms", "coder_nroms"), "head 'returns' returned coder_nroms, not in its provides"),
+        (Returns(TINY, "coder_more"), "head 'returns' did not return coder_norms, which the loss requires"),
+        (Counts(TINY), r"head 'counts' changes its buffer 'steps' in forward.*write it in write\(\)"),
+        (Counts(TINY, in_place=False), "head 'counts' changes its buffer 'steps' in forward"),
+    ],
+)
+def test_what_a_head_does_in_forward(head, message):
+    model = create_model("coder-tiny", loss=ReadsNorms(), custom_heads=[head]).train()
+    images, texts = torch.rand(2, 3, 64, 64), torch.ones(2, model.context_length, dtype=torch.long)
+    with pytest.raises(CoderError, match=message):
+        model(images, texts)
+
+
+def test_what_a_head_may_do_in_forward():
+    may = Counts(TINY, in_place=None), Returns(TINY, "coder_norms")
+    for head in may:
+        model = create_model("coder-tiny", loss=ReadsNorms(), custom_heads=[head]).train()
+        images, texts = torch.rand(2, 3, 64, 64), torch.ones(2, model.context_length, dtype=torch.long)
+        for _ in range(4):
+            assert model(images, texts)["coder_norms"].shape == (2,)
+
+
+def test_a_head_that_cannot_be_built_or_called():
+    class Alone(Norms):
+        def __init__(self) -> None:
+            Head.__init__(self)
+
+    class Takes(Norms):
+        optional = ("text_features",)
+
+    for head, message in (
+        (Alone, r"head 'alone': __init__ must take the backbone's sizes, then options as keywords: def __init__\(self, b"),
+        (Takes, r"head 'takes': forward takes \(image_features\), .* requires image_features, optional text_features"),
+    ):
+        with pytest.raises(CoderError, match=message):
+            create_model("coder-tiny", loss=ReadsNorms(), custom_heads=[head])
+
+
+# PATH.py:NAME
+
+FILE = """
+import torch
+
+
+class HubPenalty(torch.nn.Module):
+    requires = ("image_features",)
+
+    def __init__(self, *, margin: float = 0.5) -> None:
+        super().__init__()
+        self.margin = margin
+
+    def forward(self, image_features):
+        return self.margin * image_features.square().sum()
+"""
+
+
+def test_a_loss_in_a_file(tmp_path, monkeypatch, model, outputs):
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    text = f"clip + 0.5*mine.py:HubPenalty(margin=0.1) + ./mine.py:HubPenalty + {tmp_path}/mine.py:HubPenalty"
+    loss = create_loss(text, model=model)
+    assert list(loss.terms) == ["clip", "hub_penalty", "hub_penalty_2", "hub_penalty_3"] and str(loss.objective) == text
+    torch.testing.assert_close(loss(**outputs)["hub_penalty_loss"], torch.tensor(0.5 * 0.1 * 4))
+    first, second, third = (type(spec.build().module) for spec in loss.objective.terms[1:])
+    assert first is second is third and pickle.loads(pickle.dumps(first)) is first, "the file is imported once"
+    changed = Objective.parse("mine.py:HubPenalty").with_options({"mine.py:HubPenalty.margin": 2})
+    assert str(changed) == "mine.py:HubPenalty(margin=2.0)"
+
+
+def test_opening_a_file_runs_no_other_file(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    objective = Objective.parse("clip + 0.5*mine.py:HubPenalty(margin=0.1)")
+    data = json.loads(json.dumps(objective.to_dict()))
+    assert Objective.from_dict(data, objects=objective.terms[1:]) == objective
+    other = Objective.parse("clip + 0.5*mine.py:HubPenalty(margin=0.2)")
+    assert Objective.from_dict(data, objects=other.terms[1:]) == objective, "the saved options, for a comparison"
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    data["terms"][1]["name"] = "evil.py:HubPenalty"
+    for _ in range(2):
+        inert = Objective.from_dict(data, inference=True)
+        assert str(inert) == "clip + 0.5*evil.py:HubPenalty(margin=0.1)" and inert.terms[1].build()
+        with pytest.raises(CoderError, match="the term 'evil.py:HubPenalty' was an object of .*pass the object again"):
+            Objective.from_dict(data)
+        data["terms"][1].pop("class", None)  # a hostile file may leave it out
+    with pytest.raises(CoderError, match="unknown name in coder_plugin.heads: 'evil.py:HubPenalty'"):
+        registry.load("heads", "evil.py:HubPenalty")
+
+
+def test_a_file_of_options_does_not_run_a_python_file(tmp_path: Path) -> None:
+    """A recipe, or the configuration of a run, may come from somebody else; --loss replaces what it names."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    loss = f"clip + {tmp_path}/evil.py:Hub"
+    (tmp_path / "theirs.toml").write_text(f'loss = "{loss}"')
+    (tmp_path / "config.json").write_text(json.dumps({"loss": loss}))
+    for text in (recipes.load(tmp_path / "theirs.toml").loss, read_file(str(tmp_path / "config.json"))["loss"]):
+        with pytest.raises(CoderError, match="evil.py:Hub', which runs a Python file: .* give it again .*--loss"):
+            Objective.parse(text)
+
+
+
+def test_an_export_of_an_earlier_version_opens():
+    saved = {"name": "old", "weight": 1.0, "source": None, "head": None, "options": {}, "class": "theirs:Old"}
+    saved |= {"requires": ["image_features"], "uses": ["logit_scale", "coder_x"]}
+    data = {"terms": [saved], "heads": {}}
+    assert Objective.from_dict(data, inference=True).terms[0].build().optional == ("logit_scale",)
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "message"),
+    [
+        (FILE, "clip + gone.py:Hub", "column 8: gone.py: there is no file .*/gone.py"),
+        (FILE, "mine.py:HubPenalt", "mine.py has no class 'HubPenalt'; did you mean 'HubPenalty'. its losses: HubPenalty"),
+        ("import nothing", "mine.py:Hub", "column 1: mine.py cannot be imported: ModuleNotFoundError: No module named 'noth"),
+        ("Hub = 3", "mine.py:Hub", "mine.py has no class 'Hub'; its losses: none"),
+        (FILE, "mine.py:HubPenalty(margn=1)", "column 20: 'mine.py:HubPenalty' has no option 'margn'; it has: margin"),
+        (FILE, "mine.py:HubPenalty(margin=x)", "column 20: 'mine.py:HubPenalty': option margin=x must be float"),
+        (FILE.replace("requires", "reads"), "mine.py:HubPenalty", "loss 'mine.py:HubPenalty': 'requires' must be a tuple"),
+    ],
+)
+def test_mistakes_with_files(tmp_path, monkeypatch, model, text, loss, message):
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CoderError, match=message):
+        create_loss(loss, model=model)
+
+
 # register
 
 
@@ -276,5 +454,5 @@ def test_a_broken_registration_breaks_no_other(group, model):
 
 
 def test_register_refuses_names_that_no_expression_can_hold(group):
-    with pytest.raises(CoderError, match="'my loss' is no name for a plugin"):
+    with pytest.raises(CoderError, match="'my loss' is not a name of a plugin"):
         coder_plugin.register("losses", "my loss", Spread)

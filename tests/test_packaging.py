@@ -174,7 +174,7 @@ def test_every_import_is_declared() -> None:
     assert len(required) == len(project["dependencies"])
     names = {"PIL": "pillow", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
     names |= dict.fromkeys(("open_clip", "open_clip_train"), "open-clip-torch")
-    names |= {"triton": "torch", "tomllib": "tomli"}  # torch's builds for GPUs bring the one, Python 3.11 the other
+    names |= {"tomllib": "tomli"}  # Python 3.11 brings it
     undeclared = {}
     for module, path in modules_on_disk().items():
         for name, nested in _imports(path):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coder_plugin import recipes
-from coder_plugin.negatives.generators import Dropout, FeatureCutoff, Gaussian, Mixture, TokenCutoff
-from coder_plugin.negatives.positives import Truncate
+from coder_plugin.noise.generators import Dropout, FeatureCutoff, Gaussian, Mixture, TokenCutoff
+from coder_plugin.noise.positives import Truncate
 from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 
 #: The fused score alone, on Flickr30K.

@@ -20,10 +20,6 @@ BACKBONE = {"image_features", "text_features", "logit_scale"}
 OURS = OWN_DISTRIBUTION
 Plug = Callable[..., None]
 
-NOBODY = (
-    "which neither this model nor any head provides; a head of yours is passed to create_model(custom_heads=[…]) or registered"
-)
-
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
@@ -36,6 +32,8 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     def add(group: str, distribution: str = OURS, **members: Any) -> None:
         for name, member in members.items():
             setattr(module, f"{group}_{name}", member)
+            if distribution == registry.REGISTERED:
+                monkeypatch.setitem(registry._registered, (group, name), member)
             plugin = registry.Plugin(
                 group=group,
                 name=name,
@@ -48,18 +46,21 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     return add
 
 
-def head(requires: str = "", provides: str = "", feature_keys: tuple[str, str] | None = None) -> type[Head]:
+def head(
+    requires: str = "", provides: str = "", feature_keys: tuple[str, str] | None = None, optional: str = ""
+) -> type[Head]:
     """A head class that no resolver may instantiate."""
 
     def made(self: Head, backbone: BackboneInfo) -> None:
         raise AssertionError("resolving must not build heads")
 
-    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "feature_keys": feature_keys}
+    requires, provides, optional = (tuple(keys.split()) for keys in (requires, provides, optional))
+    fields = {"requires": requires, "provides": provides, "optional": optional, "feature_keys": feature_keys}
     return type("Fake", (Head,), {**fields, "__init__": made})
 
 
-def loss(requires: str = "", uses: str = "") -> type[Term]:
-    return type("Fake", (Term,), {"requires": tuple(requires.split()), "uses": tuple(uses.split())})
+def loss(requires: str = "", optional: str = "") -> type[Term]:
+    return type("Fake", (Term,), {"requires": tuple(requires.split()), "optional": tuple(optional.split())})
 
 
 def run(text: str, available: set[str] = BACKBONE) -> Resolution:
@@ -76,8 +77,8 @@ def refused(text: str, available: set[str] = BACKBONE) -> str:
 
 def test_ours_as_they_stand() -> None:
     clip = run("clip")
-    keys = {"image_features", "text_features", "logit_scale", "logit_bias"}
-    assert clip == Resolution((), ({key: key for key in keys},), frozenset(keys))
+    required = {"image_features", "text_features", "logit_scale"}
+    assert clip.heads == () and clip.required == required and required < clip.reads
     dcl = run("dcl")
     assert dcl.heads == ("ids",)
     assert dcl.bindings == ({key: key for key in ("image_features", "text_features", "coder_ids")},)
@@ -156,8 +157,8 @@ def test_a_misspelled_key_and_an_input_are_told_with_the_keys_that_exist(plug: P
     plug("heads", one=head(provides="coder_one"))
     plug("losses", slip=loss("text_feature"), ids=loss("image_id"), inside=loss("image_tokens"), near=loss("coder_ono"))
     there = "this model returns image_features, logit_scale, text_features; heads provide coder_one"
-    assert "any head provides; did you mean 'text_features'? a head of yours" in refused("slip")
-    assert refused("slip").endswith("or registered") and "did you mean 'coder_one'?" in refused("near")
+    assert "any head provides; did you mean 'text_features'? pass a head of yours to create_model(" in refused("slip")
+    assert refused("slip").endswith("or register it") and "did you mean 'coder_one'?" in refused("near")
     assert refused("ids") == (
         f"loss 'ids' requires 'image_id', which only heads can read: the ids of the images are 'coder_ids'; {there}"
     )
@@ -235,6 +236,39 @@ def test_a_strangers_head_provides_optional_keys_only_when_asked(plug: Plug) -> 
     plug("heads", "others", key_2=head(provides="coder_key"))
     assert run("maybe").heads == ()
     assert run("their_maybe").heads == ("key",)
+    plug("heads", registry.REGISTERED, key_3=head(provides="coder_key"))
+    assert run("maybe").heads == ("key_3",), "the user registered it in this process"
+
+
+def test_an_optional_key_of_a_head_means_the_same(plug: Plug) -> None:
+    plug("losses", top=loss("coder_top"), maybe=loss("image_features", "coder_top"))
+    plug("heads", top=head("image_features", "coder_top", optional="coder_key text_features"))
+    assert run("top").heads == run("maybe").heads == ("top",)
+    assert run("top").reads == {"coder_top", "image_features", "coder_key", "text_features"}
+    assert run("top").required == {"coder_top", "image_features"} and run("maybe").required == {"image_features"}
+    plug("heads", "theirs", key=head(provides="coder_key"))
+    assert run("top").heads == ("top",)
+    plug("heads", our_key=head(provides="coder_key"))
+    assert run("top").heads == ("our_key", "top")
+
+
+def test_passed_and_registered_heads_provide_the_optional_keys_of_an_object(plug: Plug) -> None:
+    term = loss("image_features", "coder_key")()
+    passed = resolve(Objective.parse(term), BACKBONE, heads={"mine": head(provides="coder_key")})
+    assert passed.heads == ("mine",)
+    plug("heads", registry.REGISTERED, key=head(provides="coder_key"))
+    assert resolve(Objective.parse(term), BACKBONE).heads == ("key",)
+
+
+def test_a_key_that_stays_inside_the_model(plug: Plug) -> None:
+    plug("heads", hubs=head("image_features", "hub"), reader=head("hub", "coder_hubs"))
+    plug("losses", needs=loss("hub"), takes=loss("image_features", "hub"), through=loss("coder_hubs"))
+    for name in ("needs", "takes"):
+        assert refused(name) == (
+            f"loss {name!r} reads 'hub', which head 'hubs' provides inside the model only: keys that leave the model must "
+            "start with 'coder_': call it 'coder_hub' in both"
+        )
+    assert run("through").heads == ("hubs", "reader")
 
 
 # term@head
@@ -283,10 +317,10 @@ def test_ours_at_a_head_without_a_pair() -> None:
     ("broken", "said"),
     [
         ("gone", "AttributeError"),
-        (type("NoHead", (), {}), "its 'requires' is None, not a tuple of keys"),
-        (type("Slip", (Head,), {"provides": "coder_key_and_more"}), "its 'provides' is 'coder_key_and_more'"),
-        (type("Slip", (Head,), {"provides": (1,)}), "its 'provides' is (1,)"),
-        (len, "its 'requires' is None"),
+        (type("NoHead", (), {}), "'requires' must be a tuple of keys, got None"),
+        (type("Slip", (Head,), {"provides": "coder_key"}), "'provides' must be a tuple of keys, got 'coder_key'"),
+        (type("Slip", (Head,), {"provides": (1,)}), "'provides' must be a tuple of keys, got (1,)"),
+        (len, "'requires' must be a tuple of keys, got None"),
     ],
     ids=["does not load", "no head at all", "a string for a tuple", "no strings", "a function"],
 )
@@ -312,4 +346,4 @@ def test_a_broken_head_is_reported_and_breaks_nothing_else(
 
 def test_a_loss_that_declares_a_string(plug: Plug) -> None:
     plug("losses", slip=type("Slip", (Term,), {"requires": "coder_key"}))
-    assert refused("slip") == "loss 'slip' is at fault: its 'requires' is 'coder_key', not a tuple of keys"
+    assert refused("slip") == "loss 'slip': 'requires' must be a tuple of keys, got 'coder_key'"

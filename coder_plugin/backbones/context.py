@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.norm import MaskedBatchNorm
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.tensors import upcast
 
 
 class GatedSelfAttention(nn.Module):
@@ -93,8 +93,8 @@ class Views(nn.Module):
         features = torch.cat([convolution(x).relu() for convolution in self.convolutions], 1).transpose(1, 2)
         scores = self.score(features)
         with torch.autocast(tokens.device.type, enabled=False):
-            weights = raise_precision(scores).masked_fill(~mask[..., None], -torch.inf).softmax(1)
-            return weights.transpose(1, 2) @ raise_precision(rows), torch.where(mask[..., None], scores, 0)
+            weights = upcast(scores).masked_fill(~mask[..., None], -torch.inf).softmax(1)
+            return weights.transpose(1, 2) @ upcast(rows), torch.where(mask[..., None], scores, 0)
 
 
 class RegionGraph(nn.Module):

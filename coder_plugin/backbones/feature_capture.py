@@ -25,7 +25,7 @@ from coder_plugin.backbones.token_projection import (
     text_projection,
 )
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.masked_sets import without_start
+from coder_plugin.masked import without_start
 
 #: Takes the tokens out of a module's output.
 Select = Callable[[Any], Tensor]

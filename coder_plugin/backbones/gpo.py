@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coder_plugin.functional.host import at_hand
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.tensors import is_on_cpu, upcast
 
 #: Lets autograd record where it is off, inside of an operator. torch has no public form of it, and may take this one away.
 _record = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
@@ -112,8 +111,8 @@ class GPO(nn.Module):
         if not len(features):
             raise ValueError(f"features hold no row: {tuple(features.shape)}")
         with torch.autocast(features.device.type, enabled=False):
-            values = raise_precision(features)
-            if at_hand(features):
+            values = upcast(features)
+            if is_on_cpu(features):
                 lengths, first, last = _extent(mask)
                 # cut columns that no row uses first: the sort is the expensive part
                 values, mask = values[:, first:last], mask[:, first:last]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.tensors import upcast
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
@@ -47,7 +47,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         if mask is None or not self.training:
             return super().forward(input.reshape(-1, input.shape[-1])).view_as(input)
         with torch.autocast(input.device.type, enabled=False):
-            own = self._own_moments(raise_precision(input), mask)
+            own = self._own_moments(upcast(input), mask)
             return self._normalize(input, mask, _moments_of_all([own])[0] if self.across_ranks else own)
 
     def _own_moments(self, values: Tensor, mask: Tensor) -> _Moments:
@@ -63,7 +63,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         variance = squares / count
         if self.track_running_stats:
             self._update_running(mean, variance * count / (count - 1).clamp(min=1))
-        centred = torch.where(mask[..., None], raise_precision(input) - mean, 0)
+        centred = torch.where(mask[..., None], upcast(input) - mean, 0)
         return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(input.dtype)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ def normalize_together(norms: Sequence[MaskedBatchNorm], inputs: Sequence[Tensor
     with torch.autocast(inputs[0].device.type, enabled=False):
         masks = [torch.ones(values.shape[:-1], dtype=torch.bool, device=values.device) for values in inputs]
         own = [
-            norm._own_moments(raise_precision(values), mask)
+            norm._own_moments(upcast(values), mask)
             for norm, values, mask in zip(norms, inputs, masks, strict=True)
         ]
         both = zip(norms, inputs, masks, _moments_of_all(own), strict=True)

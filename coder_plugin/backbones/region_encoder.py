@@ -16,7 +16,7 @@ from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, View
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
-from coder_plugin.functional.masked_sets import greatest, last_state, mean, unit_channels, valid_first
+from coder_plugin.masked import greatest, last_state, mean, unit_channels, valid_first
 
 Context = Literal["none", "camera", "vsrn"]
 Pooling = Literal["gpo", "mean", "max", "views", "gru"]

@@ -32,8 +32,8 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
-from coder_plugin.functional.masked_sets import without_start
-from coder_plugin.functional.similarity import unit
+from coder_plugin.masked import without_start
+from coder_plugin.tensors import unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.masked_sets import unit_channels
 from coder_plugin.hub_access import hub_access, is_download_error, is_offline
+from coder_plugin.masked import unit_channels
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
 

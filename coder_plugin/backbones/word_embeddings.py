@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coder_plugin.errors import CoderError
 
-#: Noises embeddings or tokens [n, T, E] at the words, bool [n, T] (:class:`coder_plugin.negatives.base.Noise`).
+#: Noises embeddings or tokens [n, T, E] at the words, bool [n, T] (:class:`coder_plugin.noise.base.Noise`).
 NoiseFunction = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from coder_plugin.concepts.graph import concept_graph
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
-from coder_plugin.functional import concept_graph
 
 TYPES = ("object", "motion", "property")  # nouns, verbs, adjectives
 _TENSORS = ("counts", "cooccurrence", "vectors")

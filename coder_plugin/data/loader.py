@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 #: Settings that may change within an epoch: what is left of it is then dealt anew.
 DEALT_ANEW = ("ranks", "workers", "batch size")
 
-#: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.negatives.positives.Positives`.
+#: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.noise.positives.Positives`.
 MakePositive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 
 

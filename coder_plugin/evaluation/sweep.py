@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.capabilities import Reweighs, Scores, heads_with
+from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoded, Encoder
 
 
@@ -71,14 +71,14 @@ def layout_of(heads: Mapping[str, Any]) -> Layout:
     interpolated, added = _reweighed(heads)
     concepts = 0.0 if interpolated is None else interpolated.score_weights()[1]
     weight = 0.0 if added is None else added.score_weights()[1]
-    return Layout(concepts or None, weight, added.block_dim if added is not None and weight > 0 else 0)
+    return Layout(concepts or None, weight, added.block_dim or 0 if added is not None and weight > 0 else 0)
 
 
-def _reweighed(heads: Mapping[str, Any]) -> tuple[Reweighs | None, Reweighs | None]:
+def _reweighed(heads: Mapping[str, Any]) -> tuple[Scores | None, Scores | None]:
     """The head whose weight is interpolated (beta), and the one that is added (context weight)."""
-    reweighs = heads_with(heads, Reweighs).values()
-    interpolated = next((head for head in reweighs if not head.adds_score), None)
-    return interpolated, next((head for head in reweighs if head.adds_score), None)
+    weighable = [head for head in heads_with(heads, Scores).values() if head.block_dim is not None]
+    interpolated = next((head for head in weighable if not head.adds_score), None)
+    return interpolated, next((head for head in weighable if head.adds_score), None)
 
 
 def reweighed(

@@ -1,4 +1,4 @@
-"""Local concept alignment: words and regions as mixtures of shared prototypes (SelfAlign eq. 1-4, docs/equations.md#selfalign).
+"""Local concept alignment: words and regions share prototypes (SelfAlign eq. 1-4, docs/equations.md#selfalign).
 
 Shapes: B batch, T words, L regions, C their channels before the context stage, K prototypes.
 """
@@ -14,39 +14,39 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.concepts.tags import ADJECTIVE, NOUN, VERB
-from coder_plugin.functional.host import at_hand
-from coder_plugin.functional.lca_loss import correspondence, prototype_scores
-from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.capabilities import KeepsState, ReadsTags
+from coder_plugin.heads.capabilities import KeepsState
+from coder_plugin.losses.lca import correspondence, prototype_scores
 from coder_plugin.memory.rows import replace_rows
+from coder_plugin.tensors import is_on_cpu, unit
 
 Init = Literal["random", "regions"]
 #: Values of the option ``words`` -> codes in ``text_tags``.
 _CLASSES = {"noun": (NOUN,), "noun+adj+verb": (NOUN, VERB, ADJECTIVE)}
 
 
-class Alignment(KeepsState, ReadsTags):
-    """Cosines of words and regions with the prototypes, and the most similar word and region within each pair (eq. 1, 2).
+class Alignment(KeepsState):
+    """Cosines of words and regions with the prototypes, and the most similar word and region within a pair (eq. 1, 2).
 
-    Requires ``image_locals`` [B, L, C] and ``text_locals`` [B, T, C], the tokens before the context stage, with their bool
-    masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T]; uses ``text_tags`` [B, T].
+    Requires ``image_locals`` [B, L, C] and ``text_locals`` [B, T, C], the tokens before the context stage, with their
+    bool masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T]; optional:
+    ``text_tags`` [B, T], the classes of the words.
 
-    Provides ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions``
-    int64 [B, T], each word's most similar region; ``coder_region_words`` int64 [B, L], each region's most similar word; and
-    the bool masks ``coder_word_mask`` [B, T] and ``coder_region_mask`` [B, L]. A text's start and end count as words, as in
-    the authors' code, except the start of a text under causal attention, which is the same in every text.
+    Provides ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or float64;
+    ``coder_word_regions`` int64 [B, T], each word's most similar region; ``coder_region_words`` int64 [B, L], each
+    region's most similar word; and the bool masks ``coder_word_mask`` [B, T] and ``coder_region_mask`` [B, L]. A text's
+    start and end count as words, as in the authors' code, except a causal tower's start, the same in all texts.
 
-    The K prototypes, vectors of unit length, are the only parameters. The term ``lca`` stashes its parts, which the log shows.
+    The K prototypes are the only parameters. The term ``lca`` stashes its parts for the log.
 
     Args:
         prototypes: K, >= 2.
         words: ``all``, or the classes of the ablation, ``noun`` or ``noun+adj+verb``, which need tagged captions.
-        freeze_steps: the prototypes are frozen for so many optimizer steps, >= 0. ``epoch``: for the first epoch, as in the
-            authors' code for CAMERA; a trainer puts its number of steps there.
-        init: ``random``: the prototypes start as random directions, as in the authors' code. ``regions`` (our choice): after
-            the first optimizer step K regions of its batch, drawn at random over all ranks, replace them; a batch with fewer
-            leaves the rest to the next steps. Of accumulated batches they come from the last alone.
+        freeze_steps: number of optimizer steps, >= 0, in which the prototypes are frozen. ``epoch``: the first epoch,
+            as in the authors' code for CAMERA; a trainer replaces it by its number of steps.
+        init: ``random``: the prototypes start as random directions, as in the authors' code. ``regions`` (our choice):
+            after the first optimizer step K regions of its batch, drawn at random over all ranks, replace them; a batch
+            with fewer leaves the rest to the next steps. Of accumulated batches they come from the last alone.
 
     Raises:
         ValueError: options out of range, or words and regions of different numbers of channels.
@@ -60,7 +60,7 @@ class Alignment(KeepsState, ReadsTags):
     """
 
     requires = ("image_locals", "image_context_mask", "text_locals", "text_context_mask", "text")
-    uses = ("text_tags",)
+    optional = ("text_tags",)
     provides = (
         "coder_word_scores",
         "coder_word_mask",
@@ -92,18 +92,19 @@ class Alignment(KeepsState, ReadsTags):
         if init not in get_args(Init):
             raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
         if freeze_steps == "epoch":
-            raise ValueError("freeze_steps=epoch is for a trainer, which knows how many steps that is: give their number")
+            raise ValueError("freeze_steps=epoch is for a trainer, which knows that number of steps: pass a number")
         if freeze_steps < 0:
             raise ValueError(f"freeze_steps must be >= 0, got {freeze_steps}")
         if not backbone.image_locals or backbone.image_locals != backbone.text_locals:
             raise ValueError(
-                f"words ({backbone.text_locals} channels before the context stage) and regions ({backbone.image_locals}) must "
-                "share a space: a region model over a BiGRU does with --model-kwargs word_projection=true"
+                f"words ({backbone.text_locals} channels before the context stage) and regions "
+                f"({backbone.image_locals}) must share a space: a region model over a BiGRU does with --model-kwargs "
+                "word_projection=true"
             )
         self.words, self.freeze_steps, self.init = words, freeze_steps, init
         self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, backbone.image_locals), dim=-1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        #: Whether no region is needed any more. Reading ``placed`` in every step would wait for the device.
+        #: Whether no region is needed any more. Reading ``placed`` in every step would synchronise with the device.
         self._complete = init != "regions"
         if init == "regions":
             self.register_buffer("placed", torch.zeros((), dtype=torch.int64))
@@ -129,7 +130,7 @@ class Alignment(KeepsState, ReadsTags):
         # the assignment gets no gradient: regions' scores need one where regions predict
         with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.requested_keys):
             regions = prototype_scores(image_locals, prototypes, image_context_mask)
-        if at_hand(counted):  # scores of valid words only: most positions of a text are padding
+        if is_on_cpu(counted):  # scores of valid words only: most positions of a text are padding
             row, column = counted.nonzero(as_tuple=True)
             valid = prototype_scores(text_locals[row, column], prototypes)
             words = valid.new_zeros(len(text), length, len(prototypes)).index_put_((row, column), valid)
@@ -160,10 +161,6 @@ class Alignment(KeepsState, ReadsTags):
         self.steps += 1
         super().post_step()
 
-    def stash(self, **values: Any) -> None:
-        """Keep values for the next :meth:`post_step`, beside those of other names: the head and the term both stash."""
-        super().stash(**{**self._stashed, **values})
-
     def write(  # type: ignore[override]
         self,
         *,
@@ -172,7 +169,7 @@ class Alignment(KeepsState, ReadsTags):
         regions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> None:
-        """The parts of LCA, scalars of this rank, and regions [m, C] of unit length of which those with ``valid`` [m] count."""
+        """The parts of LCA, scalars of this rank, and unit regions [m, C], of which those in ``valid`` [m] count."""
         if loss is not None and entropy is not None:
             mean = distributed.all_mean(torch.stack([loss, entropy.to(loss.dtype)]))
             self.loss.copy_(mean[0])
@@ -183,10 +180,10 @@ class Alignment(KeepsState, ReadsTags):
     def health(self) -> dict[str, float]:
         """The parts of LCA in the last step, in nats, once there was one.
 
-        ``entropy``: of the targets, at most log K, where they are uniform and teach nothing. ``divergence``: how far the
-        predictions are from them, LCA less the entropy; 0 if they agree. Words predict, or regions, or both, as
-        ``lca.direction`` says; of both the figures are the mean. ``placed``, with ``init="regions"``: share of the prototypes
-        that regions have replaced.
+        ``entropy``: of the targets, at most log K, where they are uniform and teach nothing. ``divergence``: KL
+        divergence of the predictions from them, LCA less the entropy; 0 if they agree. Where ``lca.direction`` is both,
+        the figures are means of both directions. ``placed``, with ``init="regions"``: share of the prototypes that
+        regions have replaced.
         """
         figures = {}
         if float(self.loss) > 0:
@@ -197,7 +194,7 @@ class Alignment(KeepsState, ReadsTags):
 
     @torch.no_grad()
     def _stash_regions(self, regions: Tensor, mask: Tensor) -> None:
-        """Stash this rank's share of K regions, drawn at random; short of them, the rest is not valid."""
+        """Stash this rank's share of K regions, drawn at random; if there are fewer, the rest is not valid."""
         share = -(-len(self.prototypes) // distributed.world_size())
         rows = unit(regions.detach()[mask]).to(self.prototypes.dtype)
         drawn = rows[torch.randperm(len(rows), device=rows.device)[:share]]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings, noised_names
-from coder_plugin.functional.masked_sets import valid_first
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import AddsTexts
-from coder_plugin.negatives.expression import make_parts
-from coder_plugin.negatives.generators import parse_noise
-from coder_plugin.negatives.positives import Truncate
+from coder_plugin.masked import valid_first
+from coder_plugin.noise.expression import make_parts
+from coder_plugin.noise.generators import parse_noise
+from coder_plugin.noise.positives import Truncate
 
 NoiseAt = Literal["input", "output"]
 
@@ -24,19 +24,19 @@ NoiseAt = Literal["input", "output"]
 class Asymmetry(AddsTexts):
     """Features of generated texts, encoded by the text tower in the same pass as the captions (AsCL, section II-B).
 
-    Provides ``coder_noised_features`` [B, D] and, of the generated positives, ``coder_positive_features`` and
-    ``coder_noised_positive_features`` [B, D], all L2-normalised; and ``coder_noise_changed``, bool [B, 1 or 2]: which captions
-    and which positives the noise has changed. Requires the captions' ids ``text`` [B, T] and ``text_features`` [B, D].
+    Requires the captions' ids ``text`` [B, T] and ``text_features`` [B, D]. Provides ``coder_noised_features`` [B, D]
+    and, of the generated positives, ``coder_positive_features`` and ``coder_noised_positive_features`` [B, D], all
+    L2-normalised; and ``coder_noise_changed``, bool [B, 1 or 2]: the captions and positives that the noise has changed.
 
-    Positives come with the batch (``text_positive`` [B, T], generated from raw text by the loader). Where only ids reach the
-    model they are prefixes of the captions, or with ``join`` alone the captions themselves.
+    Positives come with the batch (``text_positive`` [B, T], generated from raw text by the loader). Where only ids
+    reach the model they are prefixes of the captions, or with ``join`` alone the captions themselves.
 
     Args:
         negatives: noise (Asymmetry-I): an expression of names from the group ``coder_plugin.negatives``, such as
             ``gaussian(std=0.2)+shuffle``; each text gets one of them. none: no noised negatives.
-        positives: ``join`` (Asymmetry-II), ``truncate`` (III), or ``join+truncate``, each equally often. none: no positives.
-        noise_at: ``input``: noise goes into the word embeddings that the text encoder reads. ``output``: into the tokens that
-            it returns and the fusion reads, as the paper prints it; there a shuffle changes nothing.
+        positives: ``join`` (Asymmetry-II), ``truncate`` (III), or ``join+truncate``, drawn evenly. none: no positives.
+        noise_at: ``input``: noise goes into the word embeddings that the text encoder reads. ``output``: into the
+            tokens that it returns and the fusion reads, as the paper prints it; there a shuffle changes nothing.
 
     Raises:
         CoderError: an expression that cannot be parsed, or an unknown name or option in it.
@@ -47,14 +47,15 @@ class Asymmetry(AddsTexts):
         >>> positives = "truncate(shortest=0.7, longest=0.7, words=2)"
         >>> head = Asymmetry(BackboneInfo(embed_dim=4), negatives=None, positives=positives)
         >>> text = torch.tensor([[1, 7, 8, 9, 2, 0]])
-        >>> embeddings = WordEmbeddings(torch.nn.Embedding(10, 4), lambda ids: ids != 0, torch.tensor([[1, 2, 0, 0, 0, 0]]))
+        >>> special = torch.tensor([[1, 2, 0, 0, 0, 0]])
+        >>> embeddings = WordEmbeddings(torch.nn.Embedding(10, 4), lambda ids: ids != 0, special)
         >>> texts = head.further_texts(embeddings, text)
         >>> texts.names, texts.ids.tolist()
         (('positive',), [[1, 7, 8, 9, 2, 0], [1, 7, 8, 2, 0, 0]])
     """
 
     requires = ("text", "text_features")
-    uses = ("positive_features", "noised_features", "noised_positive_features", "noise_changed")
+    optional = ("positive_features", "noised_features", "noised_positive_features", "noise_changed")
     provides = (
         "coder_positive_features",
         "coder_noised_features",
@@ -83,8 +84,8 @@ class Asymmetry(AddsTexts):
         if self.positives is not None:
             if text_positive is not None and text_positive.shape != text.shape:
                 raise ValueError(
-                    f"text_positive must have text's shape {tuple(text.shape)}, got {tuple(text_positive.shape)}: one positive "
-                    "for each caption, tokenised alike"
+                    f"text_positive must have text's shape {tuple(text.shape)}, got {tuple(text_positive.shape)}: one "
+                    "positive for each caption, tokenised alike"
                 )
             ids = torch.cat([text, self.truncated(embeddings, text) if text_positive is None else text_positive])
             names.append("positive")

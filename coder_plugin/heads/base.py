@@ -1,6 +1,7 @@
 """What a head is: a module inside ``model.coder`` that turns tensors of the model into further tensors, by name.
 
-What only some heads do (score, re-rank, keep state, add texts …) is declared in :mod:`coder_plugin.heads.capabilities`.
+What only some heads do (score, re-rank, keep state, add texts, follow the model) is declared in
+:mod:`coder_plugin.heads.capabilities`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from coder_plugin.backbones.base import BackboneInfo
 
 __all__ = ["BackboneInfo", "Head", "TrainingFacts"]
 
-#: Buffers that BatchNorm writes in forward. They are not a head's accumulating state.
+#: Buffers that normalisation layers write in forward. They are not a head's accumulating state.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -47,12 +48,20 @@ class TrainingFacts:
 class Head(nn.Module):
     """Base of all heads.
 
-    ``__init__`` takes :class:`BackboneInfo` and keyword-only options. The head names the keys it ``requires``, those it
-    ``uses`` when they are there, and those it ``provides``; it is called inside the model's forward with exactly the first
-    two and returns a dict of (some of) the third. Keys that start with ``coder_`` leave the model: they must be batch-first
-    and of fixed shape. Other keys stay inside, for later heads.
+    ``__init__`` takes :class:`BackboneInfo` and keyword-only options. ``forward`` is called inside the model's forward
+    with the keys in ``requires`` and those in ``optional`` that are there, and returns keys of ``provides``. Keys that
+    start with ``coder_`` leave the model: they must be batch-first and of fixed shape. Other keys stay inside, for later
+    heads.
 
     State is persistent buffers, and forward never writes them: see :class:`~coder_plugin.heads.capabilities.KeepsState`.
+
+    Optional methods are recognised by their presence:
+
+    - ``image_attention(features)``, ``text_attention(features)``: keys of the backbone for B images or texts -> weights of
+      the concepts [B, g], each row sums to 1. Such a head has the option and attribute ``vocabulary``, a
+      :class:`~coder_plugin.concepts.Vocabulary`, or None for random vectors.
+    - ``maps(features)``: keys of the backbone for B pairs -> how relevant each local feature is to the other modality's
+      context, cosines ``image`` [B, L] and ``text`` [B, T], -inf at padding.
 
     Example:
         >>> import torch
@@ -65,8 +74,9 @@ class Head(nn.Module):
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
-    #: Keys that the head reads if they are there. No other head is built for their sake.
-    uses: ClassVar[tuple[str, ...]] = ()
+    #: Keys that are read where they are there. A head that provides one is built if it is ours, passed as an object,
+    #: registered in this process, or of this head's own distribution; otherwise the key stays absent.
+    optional: ClassVar[tuple[str, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
     #: The provided keys that replace (image_features, text_features) in ``term@head``, or None.
     feature_keys: ClassVar[tuple[str, str] | None] = None
@@ -87,7 +97,7 @@ class Head(nn.Module):
         self.requested_keys = frozenset(self.provides)
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
-        """Required and used keys -> provided keys.
+        """Required and optional keys -> provided keys.
 
         Raises:
             NotImplementedError: a subclass must override it.
@@ -122,12 +132,31 @@ class Head(nn.Module):
         what the head does without it."""
         return []
 
+    @property
+    def cacheable(self) -> bool:
+        """Whether it gives the same outputs, without a gradient, whenever it is called on a batch between two optimizer
+        steps, and draws no random numbers. Where a step passes over a batch twice it is then called once."""
+        return False
+
+    @property
+    def encodes_negatives(self) -> bool:
+        """Whether hard negatives are encoded with the captions, as ``negative_features`` [B, n, D] for the head."""
+        return False
+
+    def tag_classes(self) -> tuple[int, ...]:
+        """Codes of the classes of words that it reads from ``text_tags`` (:mod:`coder_plugin.concepts.tags`)."""
+        return ()
+
+    def state_buffers(self) -> dict[str, Tensor]:
+        """Buffers by name, other than the statistics of BatchNorm and InstanceNorm."""
+        norms = [name for name, module in self.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        statistics = {f"{norm}.{name}" if norm else name for norm in norms for name in _STATISTICS}
+        return {name: buffer for name, buffer in self.named_buffers() if name not in statistics}
+
     def state_names(self) -> list[str]:
-        """Names of accumulating state: buffers other than BatchNorm's, and frozen parameters.
+        """Names of accumulating state: :meth:`state_buffers` and frozen parameters.
 
         They are left out of weight averaging and of what DDP synchronises.
         """
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        norms = [name for name, module in self.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        statistics = {f"{norm}.{name}" if norm else name for norm in norms for name in _STATISTICS}
-        return [name for name, _ in self.named_buffers() if name not in statistics] + frozen
+        return [*self.state_buffers(), *frozen]

@@ -1,29 +1,26 @@
-"""What only some heads do. A head declares it by inheriting; everybody else asks for the capability, never for a name.
+"""What only some heads do. A head declares it by inheriting; callers ask for the capability, never for a head's name.
 
 >>> from coder_plugin.heads.base import BackboneInfo
 >>> from coder_plugin.heads.contexts import Contexts
->>> from coder_plugin.heads.ids import Ids
+>>> from coder_plugin.heads.basic import Ids
 >>> sizes = BackboneInfo(embed_dim=4, image_contexts=4, text_contexts=4)
 >>> heads = {"ids": Ids(sizes), "contexts": Contexts(sizes)}
 >>> list(heads_with(heads, Scores))
 ['contexts']
 
-Shapes: B batch, D joint dimension, F channels of a block, L image tokens, T text positions, g concepts.
+Shapes: B batch, D joint dimension, F channels of a block, T text positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
 from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings
 from coder_plugin.heads.base import Head
-
-if TYPE_CHECKING:
-    from coder_plugin.concepts import Vocabulary
 
 Capability = TypeVar("Capability", bound=Head)
 
@@ -37,6 +34,8 @@ class Scores(Head):
 
     #: Whether the head's part is added to an unchanged score: ``base`` is 1.
     adds_score: ClassVar[bool] = False
+    #: F, channels of the block; None: the weight of the score cannot be changed without training again.
+    block_dim: int | None = None
 
     def score_weights(self) -> tuple[float, float]:
         """``(base, weight)``, both >= 0. A ``weight`` of 0 leaves the block out."""
@@ -50,15 +49,8 @@ class Scores(Head):
         """Keys of the backbone for B texts -> block of their retrieval vectors [B, F]."""
         raise NotImplementedError
 
-
-class Reweighs(Scores):
-    """Scores with a weight that an evaluation can change without training again."""
-
-    #: F, channels of the block.
-    block_dim: int
-
     def weighing(self, weight: float) -> AbstractContextManager[None]:
-        """Inside the context the score uses another weight.
+        """Inside the context the score uses another weight. Needed where :attr:`block_dim` is set.
 
         Args:
             weight: ``base``, the weight of the other scores, in [0, 1]; if ``adds_score``, ``weight`` of the head's part, >= 0.
@@ -122,8 +114,8 @@ class Reranks(Head):
 class KeepsState(Head):
     """Has buffers that change once per performed optimizer step.
 
-    In the loss a term hands new values to :meth:`stash`; :meth:`post_step` passes them to :meth:`write`. A step that is
-    skipped writes nothing, and accumulated forwards overwrite one stash.
+    A term, or the head's own forward, hands new values to :meth:`stash`; :meth:`post_step` passes them to :meth:`write`.
+    A step that is skipped writes nothing, and of accumulated forwards the last one is written.
 
     Example:
         >>> import torch
@@ -140,13 +132,13 @@ class KeepsState(Head):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stashed: Mapping[str, Any] = {}
+        self._stashed: dict[str, Any] = {}
         #: Parameters [K, F] of which :meth:`write` has started rows anew, and which rows, bool [K].
         self.replaced_rows: list[tuple[Tensor, Tensor]] = []
 
     def stash(self, **values: Any) -> None:
-        """Keep what the next :meth:`post_step` writes. A later stash of the same step replaces it."""
-        self._stashed = values
+        """Add to what the next :meth:`post_step` writes. A later value of the same name replaces the earlier one."""
+        self._stashed = {**self._stashed, **values}
 
     def stashed(self) -> dict[str, Tensor]:
         """The floating-point tensors of the stash, by name. A trainer checks that they are finite before the step."""
@@ -156,16 +148,12 @@ class KeepsState(Head):
             if isinstance(value, Tensor) and value.is_floating_point()
         }
 
-    def facts(self) -> dict[str, Tensor]:
+    def device_scalars(self) -> dict[str, Tensor]:
         """What :meth:`write` would otherwise wait for: 0-d tensors by name, equal on all ranks.
 
-        A trainer reads them in the transfer that reads the losses, and hands the numbers to :meth:`learn`.
+        A trainer reads them in the transfer that reads the losses, and stashes the numbers under the same names.
         """
         return {}
-
-    def learn(self, facts: Mapping[str, float]) -> None:
-        """Add the numbers of :meth:`facts` to the stash, so that :meth:`write` receives them."""
-        self._stashed = {**self._stashed, **facts}
 
     def discard(self) -> None:
         """Forget the stash: the loss was computed, but no step follows."""
@@ -193,16 +181,6 @@ class KeepsState(Head):
     def health(self) -> dict[str, float]:
         """Figures for the log that show whether the state is sound, such as how full a bank is."""
         return {}
-
-
-class RepeatsOutputs(Head):
-    """Gives the same outputs, without a gradient, whenever it is called on a batch between two optimizer steps, and draws no
-    random numbers. Where a step passes over a batch twice it is then called once."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether that holds with the head's options."""
-        return True
 
 
 class FollowsModel(Head):
@@ -235,49 +213,14 @@ class AddsTexts(Head):
         raise NotImplementedError
 
 
-class EncodesNegatives(Head):
-    """Reads hard negatives, which come with the batch (``text_negatives`` [B, n, T])."""
-
-    @property
-    def encodes(self) -> bool:
-        """Whether they are encoded together with the captions, as ``negative_features`` [B, n, D] for the head."""
-        raise NotImplementedError
-
-
-class ReadsTags(Head):
-    """May read ``text_tags`` [B, T], the classes of the captions' words."""
-
-    def tag_classes(self) -> tuple[int, ...]:
-        """Codes of the classes that it reads (:mod:`coder_plugin.concepts.tags`); empty if it reads no tags as it is set."""
-        raise NotImplementedError
-
-
-class ReadsConcepts(Head):
-    """Reads a concept vocabulary, named by its option ``vocabulary``, and attends to the concepts."""
-
-    #: None: random vectors.
-    vocabulary: Vocabulary | None
-
-    def image_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Keys of the backbone for B images -> weights of the concepts [B, g], each row sums to 1."""
-        raise NotImplementedError
-
-    def text_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Keys of the backbone for B texts -> weights of the concepts [B, g], each row sums to 1."""
-        raise NotImplementedError
-
-
-class MapsContext(Head):
-    """Says how relevant each local feature is to the other modality's context."""
-
-    def maps(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keys of the backbone for B pairs -> cosines ``image`` [B, L] and ``text`` [B, T], -inf at padding."""
-        raise NotImplementedError
-
-
 def heads_with(heads: Mapping[str, Any], capability: type[Capability]) -> dict[str, Capability]:
     """The heads that have a capability, by name, in their order."""
     return {name: head for name, head in heads.items() if isinstance(head, capability)}
+
+
+def heads_having(heads: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """The heads, or classes of heads, that have an optional method of :class:`Head`, by name, in their order."""
+    return {name: head for name, head in heads.items() if hasattr(head, method)}
 
 
 def affects_ranking(head: Head | type[Head]) -> bool:

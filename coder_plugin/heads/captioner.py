@@ -10,25 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.recurrent import GRU, GRUCell
-from coder_plugin.functional.masked_sets import last_state, valid_first
-from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.masked import last_state, valid_first
+from coder_plugin.tensors import upcast
 
 
 class Captioner(Head):
     """Negative log-likelihood of each text given its image, summed over its tokens.
 
-    Requires ``image_tokens`` [B, L, C] with bool ``image_mask`` [B, L], and ``text`` [B, T] with bool ``text_mask`` [B, T'],
-    T' <= T. Provides ``coder_caption_nll`` [B].
+    Requires ``image_tokens`` [B, L, C] with bool ``image_mask`` [B, L], and ``text`` [B, T] with bool ``text_mask``
+    [B, T'], T' <= T. Provides ``coder_caption_nll`` [B].
 
-    A GRU encodes the image's tokens after the context stage. A second GRU starts from its last state, reads the text token by
-    token, attends to the encoder's states by a two-layer perceptron, and predicts the next token. With word dropout the
-    text is what word dropout leaves of the caption.
+    A GRU encodes the image's tokens after the context stage. A second GRU starts from its last state, reads the text
+    token by token, attends to the encoder's states by a two-layer perceptron, and predicts the next token. With word
+    dropout the text is the caption after word dropout.
 
     Args:
         hidden: H, >= 1. word_dim: W, >= 1.
-        dropout: rate for the projected image tokens and for the decoder's input, in [0, 1) (0.2 for both in the authors'
-            code).
+        dropout: rate for the projected image tokens and the decoder's input, in [0, 1); 0.2 in the authors' code.
 
     Raises:
         ValueError: options out of range, or a backbone that does not report the size of its vocabulary.
@@ -47,9 +46,11 @@ class Captioner(Head):
     def __init__(self, backbone: BackboneInfo, *, hidden: int = 512, word_dim: int = 300, dropout: float = 0.2) -> None:
         super().__init__()
         if not backbone.vocabulary:
-            raise ValueError("captions are generated over the tokenizer's vocabulary, and this model does not tell its size")
+            raise ValueError("captions are predicted over the vocabulary, and this model does not report its size")
         if hidden < 1 or word_dim < 1 or not 0 <= dropout < 1:
-            raise ValueError(f"hidden and word_dim must be >= 1 and dropout in [0, 1), got {hidden}, {word_dim}, {dropout}")
+            raise ValueError(
+                f"hidden and word_dim must be >= 1 and dropout in [0, 1), got {hidden}, {word_dim}, {dropout}"
+            )
         self.project = nn.Linear(backbone.image_tokens, hidden)
         self.encoder = GRU(hidden, hidden, batch_first=True)
         self.embed = nn.Embedding(backbone.vocabulary, word_dim)
@@ -74,12 +75,12 @@ class Captioner(Head):
         for position in range(text.shape[1] - 1):
             scores = self.weigh(torch.tanh(keys + F.linear(hidden, hidden_weight)[:, None])).squeeze(-1)
             with torch.autocast(scores.device.type, enabled=False):
-                weights = raise_precision(scores).masked_fill(~mask, -torch.inf).softmax(1)
-                context = (weights[:, None] @ raise_precision(states)).squeeze(1)
+                weights = upcast(scores).masked_fill(~mask, -torch.inf).softmax(1)
+                context = (weights[:, None] @ upcast(states)).squeeze(1)
             hidden = self.decoder(self.dropout(torch.cat([words[:, position], context.to(words.dtype)], 1)), hidden)
             predicted.append(hidden)
         # logits of valid positions only: with 30,000 words they are the largest tensor here
         row, column = text_mask[:, 1:].nonzero(as_tuple=True)
         selected = torch.stack(predicted, 1)[row, column] if predicted else hidden[:0]
-        losses = F.cross_entropy(raise_precision(self.out(selected)), text[row, column + 1], reduction="none")
+        losses = F.cross_entropy(upcast(self.out(selected)), text[row, column + 1], reduction="none")
         return {"coder_caption_nll": losses.new_zeros(len(text)).index_add(0, row, losses)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,50 +17,46 @@ from torch import Tensor, nn
 from coder_plugin import distributed
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm, normalize_together
+from coder_plugin.concepts import Vocabulary, load_vocabulary, scenes_vocabulary
+from coder_plugin.concepts.graph import concept_embedding, concept_graph
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.capabilities import KeepsState, ReadsConcepts, Reweighs
-
-if TYPE_CHECKING:
-    from coder_plugin.concepts import Vocabulary
+from coder_plugin.heads.capabilities import KeepsState, Scores
 
 log = logging.getLogger(__name__)
 
-#: A spread below this is a collapse, said once after so many steps.
+#: A spread below the first value is a collapse. It is logged once, from the step with the second number on.
 _COLLAPSED, _STEPS_TO_SPREAD = 0.05, 100
-#: An attention to less than this share of the concepts is said too.
+#: An attention to less than this share of the concepts is logged too.
 _NARROW = 0.015
 
 
-class Concepts(Reweighs, KeepsState, ReadsConcepts):
+class Concepts(Scores, KeepsState):
     """Images and texts as L2-normalised mixtures of g concepts (docs/equations.md#concepts).
 
     Requires ``image_pooled`` [B, D], ``text_tokens`` [B, T, C] and bool ``text_mask`` [B, T]. Provides
     ``coder_image_concepts`` and ``coder_text_concepts`` [B, D].
 
-    ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 2). An image's query is its pooled feature
-    before normalisation; a text's is GPO over the last layer's tokens. Each goes through an encoder, a linear layer and
-    BatchNorm over the batch of all ranks, and attends to Y (eq. 12-14).
+    ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 2). An image's query is its pooled
+    feature before normalisation; a text's is GPO over the last layer's tokens. Each goes through an encoder, a linear
+    layer and BatchNorm over the batch of all ranks, and attends to Y (eq. 12-14).
 
     Scores as ``S = beta S_instance + (1 - beta) S_concepts`` (docs/equations.md#score).
 
     Args:
-        vocabulary: a file that ``coder-plugin concepts`` wrote, or ``scenes`` for the words of the built-in scenes. Without
-            one there are 400 random vectors and no graph; the trainer requires one.
-        threshold: smallest conditional probability that makes an edge, in [0, 1].
-        rescale: rescale the probabilities before the threshold.
-        layers: number of graph convolutions, >= 1. One, as the paper prints it, is followed by LeakyReLU; CVSE has two with
-            LeakyReLU between them and none after the last.
+        vocabulary: a file that ``coder-plugin concepts`` wrote, or ``scenes`` for the words of the built-in scenes.
+            Without one there are 400 random vectors and no graph; the trainer requires one.
+        threshold, rescale: of :func:`~coder_plugin.concepts.graph.concept_graph`.
+        layers: number of graph convolutions, >= 1. One, as the paper prints it, is followed by LeakyReLU; CVSE has two
+            with LeakyReLU between them and none after the last.
         norm: ``batch``: the encoders end in BatchNorm, as CVSE's; ``none``: they are linear. Without it all concept
-            embeddings of a modality start alike, and the loss stays for hundreds of steps where attraction and repulsion
-            balance.
+            embeddings of a modality start alike, and the loss stays for hundreds of steps where attraction and
+            repulsion balance.
         scale: factor on the cosines before the attention's softmax (lambda), > 0.
         beta: weight of the instance level in the score, in [0, 1].
-        decoder: what scores positions in the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, the
-            two-layer perceptron that the paper prints.
-        tower_gradient: factor on the gradient that enters the towers, in [0, 1]. By default the head learns from the towers'
-            features and does not change them; in the paper it does, that is 1.
+        decoder: of the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, as the paper prints.
+        tower_gradient: factor on the gradient that enters the towers, in [0, 1]. By default the head learns from the
+            towers' features and does not change them; the paper's value is 1.
         warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
             weight 1 - beta from zero to its value.
 
@@ -79,8 +75,9 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
     feature_keys = ("coder_image_concepts", "coder_text_concepts")
     data_options = ("vocabulary",)
     free_on_resume = ("vocabulary",)  # the file may have moved; its vectors are compared
-    fixed_on_resume = {"vectors": "the checkpoint was trained with another concept vocabulary than --concepts names now"}
+    fixed_on_resume = {"vectors": "the checkpoint was trained with another concept vocabulary than --concepts names"}
 
+    block_dim: int
     vectors: Tensor
     graph: Tensor
     steps: Tensor
@@ -115,8 +112,9 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         if self.vocabulary is None:
             vectors, graph = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)), torch.eye(400)
         else:
+            together, counts = self.vocabulary.cooccurrence, self.vocabulary.counts
             vectors = self.vocabulary.vectors.float()
-            graph = concept_graph(self.vocabulary.cooccurrence, self.vocabulary.counts, threshold=threshold, rescale=rescale)
+            graph = concept_graph(together, counts, threshold=threshold, rescale=rescale)
         self.register_buffer("vectors", vectors)  # X [g, 300]
         self.register_buffer("graph", graph)  # [g, g]
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -137,7 +135,9 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         """The vocabulary that the user named, or that of the built-in scenes."""
         if "vocabulary" in options:
             if facts.concepts:
-                raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
+                raise CoderError(
+                    "--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one"
+                )
             return {}
         if not (facts.concepts or facts.on_scenes):
             raise CoderError(
@@ -153,8 +153,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         if len(self.image_query) > 1:
             queries = normalize_together([encoder[1] for encoder in encoders], queries)
         concepts = self.concepts()
-        images, image_attention = self._embed("image", queries[0], concepts)
-        texts, text_attention = self._embed("text", queries[1], concepts)
+        images, image_attention = concept_embedding(queries[0], self.image_weight, concepts, scale=self.scale)
+        texts, text_attention = concept_embedding(queries[1], self.text_weight, concepts, scale=self.scale)
         if self.training:
             self._measure(images, texts, image_attention, text_attention)
         return {"coder_image_concepts": images, "coder_text_concepts": texts}
@@ -184,16 +184,18 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
             self.beta, self.warmup = saved
 
     def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._image_concepts(features["image_pooled"], self.concepts())[0]
+        return self._images(features)[0]
 
     def text_block(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._text_concepts(features["text_tokens"], features["text_mask"], self.concepts())[0]
+        return self._texts(features)[0]
 
     def image_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._image_concepts(features["image_pooled"], self.concepts())[1]
+        """Weights of the concepts [B, g]; each row sums to 1."""
+        return self._images(features)[1]
 
     def text_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._text_concepts(features["text_tokens"], features["text_mask"], self.concepts())[1]
+        """Weights of the concepts [B, g]; each row sums to 1."""
+        return self._texts(features)[1]
 
     def post_step(self) -> None:
         self.steps += 1
@@ -202,9 +204,9 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
     def health(self) -> dict[str, float]:
         """Figures of the last training batch of all ranks; empty before the first step. Call it on all ranks.
 
-        ``image_spread``, ``text_spread``: 1 - mean cosine between the concept embeddings of different samples; near 0 they
-        have collapsed. ``image_concepts``, ``text_concepts``: number of concepts that share a sample's attention, the mean
-        over samples of the exponential of its entropy, in [1, g]. ``score``: mean cosine of a pair's two embeddings.
+        ``image_spread``, ``text_spread``: 1 - mean cosine between the concept embeddings of different samples; near 0
+        they have collapsed. ``image_concepts``, ``text_concepts``: number of concepts that share a sample's attention,
+        the mean of the exponential of its entropy, in [1, g]. ``score``: mean cosine of a pair's two embeddings.
         """
         if self._sums is None:
             return {}
@@ -213,7 +215,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         number, score, image_concepts, text_concepts = sums[2 * dim :].tolist()
         if number < 2:
             return {}
-        figures = {"image_concepts": image_concepts / number, "text_concepts": text_concepts / number, "score": score / number}
+        figures = {"image_concepts": image_concepts / number, "text_concepts": text_concepts / number}
+        figures["score"] = score / number
         for side, total in (("image", sums[:dim]), ("text", sums[dim : 2 * dim])):
             figures[f"{side}_spread"] = 1 - (float(total.square().sum()) - number) / (number * (number - 1))
         if int(self.steps) >= _STEPS_TO_SPREAD and distributed.rank() == 0:
@@ -221,28 +224,29 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         return figures
 
     def _warn(self, figures: dict[str, float]) -> None:
-        """Say once if the embeddings have collapsed, and once if the attention is narrow."""
+        """Log once that the embeddings have collapsed, and once that the attention is narrow."""
         collapsed = [side for side in ("image", "text") if figures[f"{side}_spread"] < _COLLAPSED]
         if collapsed and "spread" not in self._warned:
             self._warned.add("spread")
             log.warning(
                 "concepts: after %d steps the concept embeddings of different samples still have a mean cosine of %.3f "
-                "(%s): the concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a larger "
-                "concepts.scale, or more words with vectors)",
+                "(%s): the concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a "
+                "larger concepts.scale, or more words with vectors)",
                 int(self.steps), 1 - min(figures[f"{side}_spread"] for side in collapsed), " and ".join(collapsed),
             )  # fmt: skip
         shared, number = min(figures["image_concepts"], figures["text_concepts"]), len(self.vectors)
         if shared < _NARROW * number and "attention" not in self._warned:
             self._warned.add("attention")
             log.warning(
-                "concepts: only %.1f of %d concepts share a sample's attention, so the concept level tells few samples apart: "
-                "the learning rate may be too high for the heads (try --heads-lr-scale 0.1)", shared, number,
+                "concepts: only %.1f of %d concepts share a sample's attention, so the concept level cannot "
+                "distinguish most samples: the heads' learning rate may be too high (try --heads-lr-scale 0.1)",
+                shared, number,
             )  # fmt: skip
 
     @torch.no_grad()
     def _measure(self, images: Tensor, texts: Tensor, image_attention: Tensor, text_attention: Tensor) -> None:
         """Keep the sums over this rank's samples from which :meth:`health` computes its figures."""
-        effective = [torch.special.entr(attention).sum(1).exp().sum() for attention in (image_attention, text_attention)]
+        effective = [torch.special.entr(each).sum(1).exp().sum() for each in (image_attention, text_attention)]
         number = images.new_full((), len(images))
         self._sums = torch.cat([images.sum(0), texts.sum(0), torch.stack([number, (images * texts).sum(), *effective])])
 
@@ -252,15 +256,13 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
     def _text_input(self, tokens: Tensor, mask: Tensor) -> Tensor:
         return self.text_pool(self._scale_gradient(tokens), mask).to(self.text_weight.dtype)
 
-    def _embed(self, side: str, query: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.image_weight if side == "image" else self.text_weight
-        return concept_embedding(query, weight, concepts, scale=self.scale)
+    def _images(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        query = self.image_query(self._image_input(features["image_pooled"]))
+        return concept_embedding(query, self.image_weight, self.concepts(), scale=self.scale)
 
-    def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        return self._embed("image", self.image_query(self._image_input(pooled)), concepts)
-
-    def _text_concepts(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        return self._embed("text", self.text_query(self._text_input(tokens, mask)), concepts)
+    def _texts(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        query = self.text_query(self._text_input(features["text_tokens"], features["text_mask"]))
+        return concept_embedding(query, self.text_weight, self.concepts(), scale=self.scale)
 
     def _scale_gradient(self, features: Tensor) -> Tensor:
         """The same values; their gradient is scaled by ``tower_gradient`` and the progress of the warm-up."""
@@ -273,14 +275,12 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
 
 def _encoder(channels: int, dim: int, norm: str) -> nn.Sequential:
-    linear = nn.Linear(channels, dim)
-    return nn.Sequential(linear, MaskedBatchNorm(dim, across_ranks=True)) if norm == "batch" else nn.Sequential(linear)
+    norms = [MaskedBatchNorm(dim, across_ranks=True)] if norm == "batch" else []
+    return nn.Sequential(nn.Linear(channels, dim), *norms)
 
 
 def _load(vocabulary: str | None) -> Vocabulary | None:
     if vocabulary is None:
         log.warning("concepts: no vocabulary: 400 random concepts without a graph (see coder-plugin concepts)")
         return None
-    from coder_plugin.concepts import load_vocabulary, scenes_vocabulary
-
     return scenes_vocabulary() if vocabulary == "scenes" else load_vocabulary(vocabulary)

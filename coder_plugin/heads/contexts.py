@@ -1,8 +1,6 @@
-"""Context relation alignment: one modality's context guides the other's local features (SelfAlign eq. 5-10).
+"""Context relation alignment: one modality's context guides the other's locals (SelfAlign eq. 5-10).
 
-See docs/equations.md#selfalign.
-
-Shapes: B batch, L regions, T words, D joint dimension.
+Equations and choices: docs/equations.md#selfalign. Shapes: B batch, L regions, T words, D joint dimension.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.norm import MaskedBatchNorm
-from coder_plugin.functional.masked_sets import mean, unit_tokens
-from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.capabilities import MapsContext, Reweighs
+from coder_plugin.heads.capabilities import Scores
+from coder_plugin.masked import mean, unit_tokens
+from coder_plugin.tensors import unit
 
 Branches = Literal["both", "text_global", "image_global", "none"]
 Gate = Literal["linear", "mlp"]
@@ -32,8 +30,8 @@ class Guide(nn.Module):
 
     Args:
         dim: D.
-        gate: ``linear``: ``sigmoid(W_g [s, g] + b_g)``, one value per dimension. ``mlp``: two layers and one value, as in
-            the authors' code. With either, CRA and LCA together have the 27.3 M parameters that the paper counts at D 2,048.
+        gate: ``linear``: ``sigmoid(W_g [s, g] + b_g)``, one value per dimension. ``mlp``: two layers and one value, as
+            in the authors' code. With either, CRA and LCA have the paper's 27.3 M parameters at D 2,048.
     """
 
     def __init__(self, dim: int, gate: Gate) -> None:
@@ -50,21 +48,21 @@ class Guide(nn.Module):
         return guide, gate * guide + (1 - gate) * context
 
 
-class Contexts(Reweighs, MapsContext):
+class Contexts(Scores):
     """The context score S_c, and the features that context relation alignment contrasts.
 
     With the means v_g and t_g of the context features v_i and t_i, the guides v_s, t_s and fusions v_f, t_f of
     :class:`Guide`, and the locals ``v*_i = ReLU(BN(v_i))``, ``t*_i`` with means v*_g, t*_g:
-    ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). It is the inner product of two vectors per item and adds to the
-    score as ``S_b + weight * S_c`` (eq. 14).
+    ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). It is the inner product of two vectors per item and adds
+    to the score as ``S_b + weight * S_c`` (eq. 14).
 
-    Requires ``image_contexts`` [B, L, D] and ``text_contexts`` [B, T, D], the context stage's outputs, with their bool masks
-    ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T].
+    Requires ``image_contexts`` [B, L, D] and ``text_contexts`` [B, T, D], the context stage's outputs, with their bool
+    masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T].
 
-    Provides ``coder_image_contexts`` and ``coder_text_contexts``, those vectors, [B, 2 D], or [B, D] with one branch or none.
-    For the term ``cra``: ``coder_text_guide`` [B, D], ``coder_image_locals`` [B, L, D] and ``coder_image_locals_mask`` [B, L]
-    of the branch T-global/V-local; ``coder_image_guide``, ``coder_text_locals`` and ``coder_text_locals_mask`` of
-    V-global/T-local.
+    Provides ``coder_image_contexts`` and ``coder_text_contexts``, those vectors, [B, 2 D], or [B, D] with one branch or
+    none. For the term ``cra``: ``coder_text_guide`` [B, D], ``coder_image_locals`` [B, L, D] and
+    ``coder_image_locals_mask`` [B, L] of the branch T-global/V-local; ``coder_image_guide``, ``coder_text_locals`` and
+    ``coder_text_locals_mask`` of V-global/T-local.
 
     The BatchNorms use the statistics of all ranks, without padding.
 
@@ -72,9 +70,9 @@ class Contexts(Reweighs, MapsContext):
         branches: ``both``; ``text_global`` or ``image_global`` alone, with its projection, fusion and half of eq. 10;
             ``none``: ``S_c = cos(v_g, t_g)`` without parameters.
         gate: of the fusion, see :class:`Guide`.
-        score: ``cosine_of_mean``: v*_g and t*_g are the means of the locals, as eq. 10 prints. ``mean_of_cosines``: each local
-            feature is normalised first, so that a term of S_c is the mean of the locals' cosines, as in the authors' code;
-            the vectors are then shorter than with ``cosine_of_mean``. Without branches it changes nothing.
+        score: ``cosine_of_mean``: v*_g and t*_g are the means of the locals, as eq. 10 prints. ``mean_of_cosines``:
+            each local feature is normalised first, so that a term of S_c is the mean of the locals' cosines, as in the
+            authors' code; the vectors are then shorter. Without branches it changes nothing.
         weight: of S_c in the score, >= 0; 0 leaves the context block out.
 
     Raises:
@@ -118,8 +116,8 @@ class Contexts(Reweighs, MapsContext):
             raise ValueError(f"weight must be >= 0, got {weight}")
         if not backbone.image_contexts or backbone.image_contexts != backbone.text_contexts:
             raise ValueError(
-                f"the contexts of images ({backbone.image_contexts} channels) and texts ({backbone.text_contexts}) must share "
-                "a space, and this model's do not"
+                f"the contexts of images ({backbone.image_contexts} channels) and texts ({backbone.text_contexts}) "
+                "must share a space, and this model's do not"
             )
         dim, self.score, self.weight = backbone.image_contexts, score, weight
         guided = {"both": _SIDES, "text_global": ("text",), "image_global": ("image",), "none": ()}[branches]
@@ -129,7 +127,12 @@ class Contexts(Reweighs, MapsContext):
         self.norms = nn.ModuleDict({_other(side): MaskedBatchNorm(dim, across_ranks=True) for side in guided})
 
     def forward(
-        self, image_contexts: Tensor, image_context_mask: Tensor, text_contexts: Tensor, text_context_mask: Tensor, text: Tensor
+        self,
+        image_contexts: Tensor,
+        image_context_mask: Tensor,
+        text_contexts: Tensor,
+        text_context_mask: Tensor,
+        text: Tensor,
     ) -> dict[str, Tensor]:
         out = {}
         sides = {"image": (image_contexts, image_context_mask), "text": (text_contexts, text_context_mask)}
@@ -167,16 +170,17 @@ class Contexts(Reweighs, MapsContext):
     def maps(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Relevance of each local feature to the other side's context (the paper's figure 4e).
 
-        ``image`` [B, L]: cosines of a pair's text guide and its regions. ``text`` [B, T]: cosines of its image guide and its
-        words. -inf at padding. Only the branches that the head has.
+        ``image`` [B, L]: cosines of a pair's text guide and its regions. ``text`` [B, T]: cosines of its image guide
+        and its words. -inf at padding. Only the branches that the head has.
         """
-        sides = {side: self._side(side, features[f"{side}_contexts"], features[f"{side}_context_mask"]) for side in _SIDES}
+        masks = {side: features[f"{side}_context_mask"] for side in _SIDES}
+        sides = {side: self._side(side, features[f"{side}_contexts"], mask) for side, mask in masks.items()}
         out = {}
         for side, (_, locals_, _) in sides.items():
             guide = sides[_other(side)][0]
             if guide is not None and locals_ is not None:
                 cosines = (unit(locals_) * unit(guide)[:, None]).sum(-1)
-                out[side] = cosines.masked_fill(~features[f"{side}_context_mask"], -torch.inf)
+                out[side] = cosines.masked_fill(~masks[side], -torch.inf)
         return out
 
     def _side(self, side: str, contexts: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -189,9 +193,8 @@ class Contexts(Reweighs, MapsContext):
             blocks.append(unit(fused))
         if side in self.norms:
             locals_ = self.norms[side](contexts, mask).relu()
-            blocks.append(
-                unit(mean(locals_, mask)) if self.score == "cosine_of_mean" else mean(unit_tokens(locals_, mask), mask)
-            )
+            of_mean = self.score == "cosine_of_mean"
+            blocks.append(unit(mean(locals_, mask)) if of_mean else mean(unit_tokens(locals_, mask), mask))
         # [v*_g ; v_f] and [t_f ; t*_g]: a branch has the same position on both sides
         blocks = blocks[::-1] if side == "image" else blocks
         if not blocks:

@@ -1,6 +1,8 @@
-"""Cross-modal fusion: a score of each image-text pair from its regions and words (AsCL eq. 1-4, docs/equations.md#ascl).
+"""Cross-modal fusion: a score of each image-text pair from its regions and words (AsCL eq. 1-4,
+docs/equations.md#ascl).
 
-Shapes: B batch of this rank, N batch of all ranks, L regions, T words, D joint dimension, G groups of a images x b texts.
+Shapes: B batch of this rank, N batch of all ranks, L regions, T words, D joint dimension, G groups of a images x b
+texts.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coder_plugin import distributed
-from coder_plugin.functional.fusion import Attention, Side, make_side, pair_scores
-from coder_plugin.functional.masked_sets import lengths
-from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
-from coder_plugin.heads.token_scorer import TokenScorer
+from coder_plugin.heads.fusion_scores import Attention, Side, make_side, pair_scores
+from coder_plugin.heads.token_scorer import TokenScorer, default_tile
+from coder_plugin.masked import lengths
+from coder_plugin.tensors import upcast
 
 #: The sets of texts that images are scored with: key of the output -> prefix of the inputs.
 _TEXTS = {
@@ -37,8 +39,8 @@ Initial = Literal["identity", "xavier"]
 
 
 class Direction(nn.Module):
-    """The matrices of one direction of the attention, [D, D] each: query Z^X, key and value Z^Y, output Z^O, and the map into
-    the common space."""
+    """The matrices of one direction of the attention, [D, D] each: query Z^X, key and value Z^Y, output Z^O, and the
+    map into the common space."""
 
     def __init__(self, dim: int, init: Initial = "identity") -> None:
         super().__init__()
@@ -47,44 +49,40 @@ class Direction(nn.Module):
             nn.init.eye_(matrix) if init == "identity" else nn.init.xavier_uniform_(matrix)
 
     def matrices(self) -> Attention:
-        output = raise_precision(self.output)
+        output = upcast(self.output)
         with torch.autocast(output.device.type, enabled=False):
-            return Attention(self.query, self.key, self.output, output @ raise_precision(self.common))
+            return Attention(self.query, self.key, self.output, output @ upcast(self.common))
 
 
 class Fusion(Reranks):
     """Scores of this rank's images with the texts of all ranks: ``S = u S_local + (1 - u) S_global`` (eq. 1-4).
 
     Requires the tokens ``image_contexts`` [B, L, C] and ``text_contexts`` [B, T, C'] with their bool masks
-    ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T]: those of CLIP towers are in the joint space, and the mask
-    leaves out a causal text tower's start, which is the same in every text. Uses ``image_global`` [B, G], and tokens and
-    masks of generated texts (``positive_contexts`` …).
+    ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T]: those of CLIP towers are in the joint space, and the
+    mask leaves out a causal text tower's start, which is the same in every text. Optional: ``image_global`` [B, G], and
+    tokens and masks of generated texts (``positive_contexts`` …).
 
-    Provides ``coder_fusion`` [B, N], in rank order, in [-1, 1], float32 or better; and, if the model has their tokens,
-    ``coder_fusion_positive`` with the generated positives, ``coder_fusion_noised`` and ``coder_fusion_noised_positive`` with
-    the noised texts of both.
+    Provides ``coder_fusion`` [B, N], in rank order, in [-1, 1], float32 or float64; and, if the model has their tokens,
+    ``coder_fusion_positive`` with the generated positives, ``coder_fusion_noised`` and ``coder_fusion_noised_positive``
+    with the noised texts of both.
 
-    Each direction of the attention has its own matrices: the paper prints "two single symmetrical versions" and does not
-    say that they share them. With a feature of the whole image, V_g is the sum of both parts (our choice: the paper does not
-    print how it fuses them); without one it is V_g1, which :meth:`notes` says. Tokens with other channels than D, such as those
-    of a tower that cannot project single tokens, are projected first.
-
-    How the matrices start is not printed. ``identity`` (our choice): Z^X, Z^Y, Z^O and the maps X_v, X_w, all [D, D], are the
-    identity, so the first score is attention and cosines in the space of the tokens themselves. Rectangular matrices have no
-    identity: the projection of tokens with other channels than D is semi-orthogonal, which keeps their inner products where
-    they have fewer channels than D, and X_g [G, D], which reads another network's feature, starts at zero, so V_g starts as
-    V_g1. ``xavier``: every matrix is drawn by itself, which compares rows of randomly rotated spaces.
-
-    Pairs are scored in tiles that the backward pass recomputes, so memory grows with the tokens and not with the pairs.
+    Each direction of the attention has its own matrices: the paper prints "two single symmetrical versions" and does
+    not say that they share them. With a feature of the whole image, V_g is the sum of both parts (our choice: the paper
+    does not print how it fuses them); without one it is V_g1, see :meth:`notes`. Tokens with other channels than D are
+    projected first. Pairs are scored in tiles that the backward pass recomputes, so memory grows with the tokens and
+    not with the pairs.
 
     Args:
         heads: number of attention heads, a divisor of D.
         local_weight: u, in [0, 1]; the paper has 0.6 for Flickr30K and 0.8 for COCO.
-        pairs_per_tile: number of pairs that are scored at once, by default 256 on a CPU and 4,096 elsewhere. In training a
-            pair of 36 regions and 32 words takes 0.2 MB while its tile is computed, or 0.3 MB with D 1,024.
-        init: ``identity`` or ``xavier``.
-        recompute: False keeps what the backward pass needs instead of computing it again: about a third less time, and memory
-            that grows with the pairs, 0.1 to 0.3 MB each.
+        pairs_per_tile: number of pairs that are scored at once, by default 256 on a CPU and 4,096 elsewhere. In
+            training a pair of 36 regions and 32 words takes 0.2 MB while its tile is computed, or 0.3 MB with D 1,024.
+        init: ``identity`` (our choice: the paper prints none): Z^X, Z^Y, Z^O and the maps X_v, X_w, all [D, D], are the
+            identity, so the first score is attention and cosines in the tokens' own space; projections of tokens with
+            other channels are semi-orthogonal, and X_g [G, D], which reads another network's feature, is zero, so V_g
+            starts as V_g1. ``xavier``: every matrix is random, which compares rows of randomly rotated spaces.
+        recompute: False keeps what the backward pass needs instead of computing it again: about a third less time, and
+            memory that grows with the pairs, 0.1 to 0.3 MB each.
 
     Raises:
         ValueError: options out of range, or a backbone without tokens.
@@ -97,14 +95,9 @@ class Fusion(Reranks):
     """
 
     requires = ("image_contexts", "image_context_mask", "text_contexts", "text_context_mask")
-    uses = (
+    optional = (
         "image_global",
-        "positive_contexts",
-        "positive_context_mask",
-        "noised_contexts",
-        "noised_context_mask",
-        "noised_positive_contexts",
-        "noised_positive_context_mask",
+        *(f"{name}_{of}" for name in [*_TEXTS.values()][1:] for of in ("contexts", "context_mask")),
     )
     provides = tuple(_TEXTS)
     whole_batch = True
@@ -122,7 +115,7 @@ class Fusion(Reranks):
         super().__init__()
         dim = backbone.embed_dim
         if not backbone.image_contexts or not backbone.text_contexts:
-            raise ValueError("fusion needs the tokens of both towers, and this model gives none of one: take similarity=cosine")
+            raise ValueError("fusion needs the tokens of both towers, and one tower gives none: use similarity=cosine")
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the joint dimension {dim}, got {heads}")
         if not 0 <= local_weight <= 1:
@@ -144,9 +137,8 @@ class Fusion(Reranks):
             nn.init.zeros_(weight) if init == "identity" else nn.init.xavier_uniform_(weight)
 
     def notes(self) -> list[str]:
-        if self.project_whole is not None:
-            return []
-        return ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]
+        whole = self.project_whole is not None
+        return [] if whole else ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]
 
     def forward(
         self,
@@ -159,8 +151,9 @@ class Fusion(Reranks):
         inputs = {"image_contexts": image_contexts, "image_context_mask": image_context_mask, **others}
         inputs |= {"text_contexts": text_contexts, "text_context_mask": text_context_mask}
         weights = self._weights()
-        images = self._image_side(self.image_item(inputs), weights)
-        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_contexts" in inputs}
+        images = self._side(self.image_item(inputs), *weights)
+        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys}
+        present = {key: name for key, name in present.items() if f"{name}_contexts" in inputs}
         longest = [inputs[f"{name}_context_mask"].shape[1] for name in present.values()]
         if distributed.world_size() > 1:
             longest = distributed.all_max(torch.tensor(longest, device=images.mask.device)).tolist()
@@ -184,13 +177,13 @@ class Fusion(Reranks):
         return item
 
     def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``tokens`` [B, T, D] and ``mask`` [B, T], with the tower's own T. Pad both with zeros to join several batches."""
+        """``tokens`` [B, T, D] and ``mask`` [B, T], with the tower's own T; pad both with zeros to join batches."""
         return {"tokens": self.project_text(features["text_contexts"]), "mask": features["text_context_mask"]}
 
     @torch.no_grad()
     def scorer(
         self, images: Mapping[str, Tensor], texts: Mapping[str, Tensor], *, memory: int = 4 << 30
-    ) -> TokenScorer:
+    ) -> TokenScorer[Side]:
         """Items of a data set's images and texts, on any device and in any float type -> what scores their pairs.
 
         Args:
@@ -200,8 +193,8 @@ class Fusion(Reranks):
         return TokenScorer(
             images,
             texts,
-            image_side=lambda item: self._image_side(item, weights),
-            text_side=lambda item: self._text_side(item, weights),
+            image_side=lambda item: self._side(item, *weights),
+            text_side=lambda item: self._side(item, *weights[::-1]),
             pairs=lambda images, texts: self._pairs(images, texts, weights),
             device=self.image_to_text.query.device,
             pairs_per_tile=self._tile_size(),
@@ -211,41 +204,27 @@ class Fusion(Reranks):
     def _weights(self) -> tuple[Attention, Attention]:
         return self.image_to_text.matrices(), self.text_to_image.matrices()
 
-    def _image_side(self, item: Mapping[str, Tensor], weights: tuple[Attention, Attention]) -> Side:
-        as_query, as_key = weights
-        return make_side(
-            item["tokens"],
-            item["mask"],
-            as_query=as_query,
-            as_key=as_key,
-            heads=self.heads,
-            global_feature=item.get("whole"),
-        )
-
-    def _text_side(self, item: Mapping[str, Tensor], weights: tuple[Attention, Attention]) -> Side:
-        as_key, as_query = weights
-        return make_side(item["tokens"], item["mask"], as_query=as_query, as_key=as_key, heads=self.heads)
+    def _side(self, item: Mapping[str, Tensor], as_query: Attention, as_key: Attention) -> Side:
+        tokens, mask, whole = item["tokens"], item["mask"], item.get("whole")  # a text has no ``whole``
+        return make_side(tokens, mask, as_query=as_query, as_key=as_key, heads=self.heads, global_feature=whole)
 
     def _pairs(self, images: Side, texts: Side, weights: tuple[Attention, Attention]) -> Tensor:
-        image_to_text, text_to_image = weights
         return pair_scores(
             images,
             texts,
-            image_to_text=image_to_text,
-            text_to_image=text_to_image,
+            image_to_text=weights[0],
+            text_to_image=weights[1],
             heads=self.heads,
             local_weight=self.local_weight,
         )
 
     def _tile_size(self) -> int:
-        if self.pairs_per_tile is not None:
-            return self.pairs_per_tile
-        return 256 if self.image_to_text.query.device.type == "cpu" else 4096
+        return self.pairs_per_tile or default_tile(self.image_to_text.query.device)
 
     def _gathered(self, tokens: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Projected tokens [N, T, D] and mask [N, T] of all ranks; T is the longest of any rank."""
         more = length - mask.shape[1]
-        tokens = distributed.gather(F.pad(raise_precision(self.project_text(tokens)), (0, 0, 0, more)))
+        tokens = distributed.gather(F.pad(upcast(self.project_text(tokens)), (0, 0, 0, more)))
         return tokens, distributed.gather(F.pad(mask, (0, more)).to(torch.uint8)).bool()
 
     def _against(self, images: Side, tokens: Tensor, mask: Tensor, weights: tuple[Attention, Attention]) -> Tensor:
@@ -270,7 +249,7 @@ class Fusion(Reranks):
         for some in by_length.split(max(1, size // images_at_once)):
             longest = int(length[some].max())
             item = {"tokens": tokens[some, :longest], "mask": mask[some, :longest]}
-            texts = self._text_side(item, weights).map(lambda field: field[None])
+            texts = self._side(item, *weights[::-1]).map(lambda field: field[None])
             scores = [
                 checkpoint(tile, each, texts, use_reentrant=False, preserve_rng_state=False)
                 if self.recompute and torch.is_grad_enabled()

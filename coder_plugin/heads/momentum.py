@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.norm import statistics_of
-from coder_plugin.functional.host import at_hand
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.capabilities import FollowsModel, KeepsState, RepeatsOutputs
+from coder_plugin.heads.capabilities import FollowsModel, KeepsState
 from coder_plugin.memory.bank import BankDtype, CoupledBank
 from coder_plugin.memory.momentum import Mode, MomentumCopy
+from coder_plugin.tensors import is_on_cpu
 
 
-class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
+class Momentum(KeepsState, FollowsModel):
     """The momentum towers' embeddings of the batch, and the banks of earlier ones.
 
-    Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D], without
-    gradient; and, if a term reads them, ``coder_negative_keys`` [B, n, D] of hard negatives, ``text_negatives`` [B, n, T].
+    Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D],
+    without gradient; and, if a term reads them, ``coder_negative_keys`` [B, n, D] of the optional hard negatives
+    ``text_negatives`` [B, n, T].
 
-    The terms ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with the banks and stash the keys of all ranks. After
-    the step these are written, and the momentum towers are updated (:class:`~coder_plugin.memory.momentum.MomentumCopy`).
+    The terms ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with the banks and stash the keys of all ranks.
+    After the step these are written, and the momentum towers are updated
+    (:class:`~coder_plugin.memory.momentum.MomentumCopy`).
 
     Args:
-        momentum: m of the average, in [0, 1). ``coder-plugin train`` derives it from the length of the run, between 0.9 and
-            the paper's 0.995: the towers average over 1 / (1 - m) steps, and keys as old as in the paper's long run would be
-            of another model in a short one.
-        bank_size: Q, entries per modality, at least the global batch. The trainer's default is a seventh of the training
-            images, at most 4,096: the paper's share of Flickr30K. A larger share is full of captions that also fit the
-            anchor's image.
+        momentum: m of the average over 1 / (1 - m) steps, in [0, 1). Trainers derive it from the length of the run: in
+            a short one, keys as old as with the paper's 0.995 would come from another model.
+        bank_size: Q, entries per modality, at least the global batch. Trainers derive it from the number of images: a
+            bank with a large share of them holds many captions that also fit the anchor's image.
         bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
         mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
 
@@ -39,16 +39,14 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
         ValueError: options out of range, or a model with several features per image.
 
     Example:
-        >>> import torch
-        >>> head = Momentum(BackboneInfo(embed_dim=4), bank_size=8)
-        >>> keys = torch.eye(4)
+        >>> head, keys = Momentum(BackboneInfo(embed_dim=4), bank_size=8), torch.eye(4)
         >>> head.write(keys, keys, torch.tensor([1, 2, 3, 4]))
         >>> head.bank.ids[head.bank.valid].tolist()
         [1, 2, 3, 4]
     """
 
     requires = ("image", "text")
-    uses = ("text_negatives",)
+    optional = ("text_negatives",)
     provides = ("coder_image_keys", "coder_text_keys", "coder_negative_keys")
     data_options = ("bank_size", "momentum")
     free_on_resume = ("momentum",)  # it depends on the number of epochs
@@ -74,9 +72,9 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
-        """``bank_size``: a seventh of the images, at most 4,096 and at least one batch. Where all captions are pairs, five
-        pairs count as an image. ``momentum``: 1 / (1 - m) is a 170th of the run's steps, as with 0.995 in the paper's 34,000 on
-        Flickr30K, at least 10 and at most 200."""
+        """``bank_size``: a seventh of the images, the paper's share of Flickr30K, at most 4,096 and at least one batch.
+        Where all captions are pairs, five pairs count as an image. ``momentum``: 1 / (1 - m) is a 170th of the run's
+        steps, as with 0.995 in the paper's 34,000 on Flickr30K, at least 10 and at most 200."""
         derived: dict[str, Any] = {}
         if "bank_size" not in options:
             images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
@@ -87,7 +85,7 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
         return derived
 
     @property
-    def repeats(self) -> bool:
+    def cacheable(self) -> bool:
         return self.towers.mode == "eval"  # in training mode dropout draws random numbers
 
     def attach(self, model: Any) -> None:
@@ -115,9 +113,13 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
         self.towers.update(self._online[0])
         super().post_step()
 
-    def facts(self) -> dict[str, Tensor]:
+    def stash(self, **values: Any) -> None:
+        # other ids have other repeats
+        super().stash(**({"repeats": None} if "ids" in values else {}), **values)
+
+    def device_scalars(self) -> dict[str, Tensor]:
         ids = self._stashed.get("ids")
-        return {} if ids is None or at_hand(ids) else {"repeats": self.bank.repeats_after(ids)}
+        return {} if ids is None or is_on_cpu(ids) else {"repeats": self.bank.repeats_after(ids)}
 
     def write(  # type: ignore[override]
         self, image_keys: Tensor, text_keys: Tensor, ids: Tensor, repeats: float | None = None
@@ -129,7 +131,8 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
 
         ``filled``: share of entries that are filled. ``images``: share of the filled entries with different images.
         ``image_spread``, ``text_spread``: variance of the keys about their mean, from 0 (collapsed to a point) to 1.
-        ``drift``: distance of the momentum towers' trained parameters from the model's, relative to the norm of the latter.
+        ``drift``: distance of the momentum towers' trained parameters from the model's, relative to the norm of the
+        latter.
         """
         bank = self.bank
         filled = int(bank.count)

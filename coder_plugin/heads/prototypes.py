@@ -23,28 +23,31 @@ _PAIRS_PER_CLUSTER = 30
 class Prototypes(KeepsState):
     """One linear classifier P_C without bias over both concept embeddings, and the centres that label the pairs.
 
-    Requires ``coder_image_concepts`` and ``coder_text_concepts`` [B, D]. Provides ``coder_image_logits`` and
-    ``coder_text_logits`` [B, K].
+    Requires ``coder_image_concepts`` and ``coder_text_concepts`` [B, D], and ``image_features`` and ``text_features``
+    [B, D]. Provides ``coder_image_logits`` and ``coder_text_logits`` [B, K], float32, and ``coder_prototype_labels``,
+    int64 [B]: the nearest centre of each pair ``normalize(image_features + text_features)``, without gradient, all 0
+    before the first clustering.
 
-    The term ``pgc`` takes its labels from :meth:`assign` and stashes the pairs, which update the centres after the step.
-    After every ``recluster`` pairs, an epoch by default, the last pairs are clustered anew; before the first clustering
-    there are no labels, and the term is zero. Ids keep their clusters, except those that had become empty: the
-    classifier rows of these start anew, and so do the optimizer's moments of the rows.
+    The term ``pgc`` stashes the pairs and labels of all ranks, which update the centres after the step. After every
+    ``recluster`` pairs, an epoch by default, the last pairs are clustered again; before the first clustering the term
+    is zero. Ids keep their clusters, except those that had become empty: their classifier rows are re-initialised, and
+    so are the optimizer's moments of these rows.
 
     Args:
-        clusters: K. The paper has 10,000 for Flickr30K and 20,000 for COCO, about three images each; for small sets about
-            pairs / 15.
-        recluster: number of pairs between two clusterings, >= K. At most 30 K of them are kept for it, in float16. None:
-            an epoch where a trainer knows its length, else 30 K.
+        clusters: K, >= 1. The paper has 10,000 for Flickr30K and 20,000 for COCO, about three images each; for small
+            sets about pairs / 15.
+        recluster: number of pairs between two clusterings, >= K. At most 30 K of them are kept for it, in float16.
+            None: an epoch where a trainer knows its length, else 30 K.
         scale: factor on the logits, > 0; the paper has none, that is 1.
 
     Raises:
         ValueError: options out of range.
 
     Example:
-        >>> head = Prototypes(BackboneInfo(embed_dim=4), clusters=3)
-        >>> head(torch.randn(2, 4), torch.randn(2, 4))["coder_image_logits"].shape
-        torch.Size([2, 3])
+        >>> head, features = Prototypes(BackboneInfo(embed_dim=4), clusters=3), torch.randn(4, 2, 4)
+        >>> out = head(*features)
+        >>> out["coder_image_logits"].shape, out["coder_prototype_labels"]
+        (torch.Size([2, 3]), tensor([0, 0]))
     """
 
     recent: Tensor
@@ -53,8 +56,8 @@ class Prototypes(KeepsState):
     changed: Tensor
     restarted: Tensor
 
-    requires = ("coder_image_concepts", "coder_text_concepts")
-    provides = ("coder_image_logits", "coder_text_logits")
+    requires = ("coder_image_concepts", "coder_text_concepts", "image_features", "text_features")
+    provides = ("coder_image_logits", "coder_text_logits", "coder_prototype_labels")
     data_options = ("clusters", "recluster")
 
     def __init__(
@@ -77,18 +80,24 @@ class Prototypes(KeepsState):
         self.register_buffer("changed", torch.zeros(()))
         self.register_buffer("restarted", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, coder_image_concepts: Tensor, coder_text_concepts: Tensor, image_features: Tensor, text_features: Tensor
+    ) -> dict[str, Tensor]:
+        with torch.no_grad():
+            pairs = F.normalize(image_features.float() + text_features.float(), dim=-1)
+            labels = self.centres.assign(pairs)
         with torch.autocast(coder_image_concepts.device.type, enabled=False):
             weight = self.classifier.weight
             return {
                 "coder_image_logits": self.scale * F.linear(coder_image_concepts.to(weight.dtype), weight).float(),
                 "coder_text_logits": self.scale * F.linear(coder_text_concepts.to(weight.dtype), weight).float(),
+                "coder_prototype_labels": labels,
             }
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
-        """``clusters``: pairs / 15, at most the paper's 10,000. Where one caption is drawn, an image counts as five pairs.
-        ``recluster``: the pairs of an epoch, at most 30 ``clusters`` and at least ``clusters``."""
+        """``clusters``: pairs / 15, at most the paper's 10,000. Where one caption is drawn, an image counts as five
+        pairs. ``recluster``: the pairs of an epoch, at most 30 ``clusters`` and at least ``clusters``."""
         values = {}
         clusters = options.get("clusters")
         if clusters is None:
@@ -102,27 +111,22 @@ class Prototypes(KeepsState):
         clusters = self.centres.clusters
         if clusters > samples:
             raise ValueError(
-                f"clusters={clusters} is more than the {samples} samples of the whole run, so the "
-                f"term would stay silent: lower it (--set prototypes.clusters={max(2, samples // 15)}) or train longer"
+                f"clusters={clusters} is more than the {samples} samples of the whole run, so the term would stay "
+                f"zero: lower it (--set prototypes.clusters={max(2, samples // 15)}) or train longer"
             )
         if self.recluster >= samples:
             logging.warning(
-                "pgc stays zero in this run: the pairs are clustered after %d, and the run has %d: train longer, or lower "
-                "prototypes.recluster",
+                "pgc stays zero in this run: the pairs are clustered after %d, and the run has %d: train longer, or "
+                "lower prototypes.recluster",
                 self.recluster, samples,
             )  # fmt: skip
-
-    @torch.no_grad()
-    def assign(self, samples: Tensor) -> Tensor:
-        """The nearest centre of each pair [n, D] -> int64 [n]."""
-        return self.centres.assign(samples)
 
     def health(self) -> dict[str, float]:
         """Figures of the centres; none before the first clustering.
 
-        ``used``: perplexity of the cluster sizes, divided by K: 1 if all clusters have the same size. ``changed``: share of
-        the clustered pairs that got another label by the last clustering than they had in their step. ``restarted``:
-        clusters that had become empty and started anew so far, divided by K.
+        ``used``: perplexity of the cluster sizes, divided by K: 1 if all clusters have the same size. ``changed``:
+        share of the clustered pairs that got another label by the last clustering than they had in their step.
+        ``restarted``: number of clusters that had become empty and were re-initialised so far, divided by K.
         """
         centres = self.centres
         if not bool(centres.ready):
@@ -154,8 +158,8 @@ class Prototypes(KeepsState):
             other = self.centres.assign(self.recent) != self.recent_labels
             self.changed.copy_((other & labelled).sum() / labelled.sum().clamp(min=1))
             self.restarted += new.sum()
-        # as nn.Linear starts, and equal on all ranks
-        bound = self.classifier.in_features**-0.5
-        fresh = torch.rand(self.classifier.weight.shape, generator=torch.Generator().manual_seed(before)) * 2 * bound - bound
-        replace_rows(self.classifier.weight, new, fresh.to(new.device))
-        self.replaced_rows = [(self.classifier.weight, new)]
+        # the distribution of nn.Linear's initial weights; equal on all ranks
+        weight, bound = self.classifier.weight, self.classifier.in_features**-0.5
+        initial = torch.rand(weight.shape, generator=torch.Generator().manual_seed(before)) * 2 * bound - bound
+        replace_rows(weight, new, initial.to(new.device))
+        self.replaced_rows = [(weight, new)]

@@ -31,9 +31,9 @@ def parse_reranker(text: str) -> Item:
     item, *others = expression.items
     if others or item.weight is not None or item.source is not None:
         raise CoderError(f"{_FLAG} {text!r}: one re-ranker is meant, as NAME or NAME(option=value)")
-    if item.name not in registry.names("rerankers"):
-        known = registry.names("rerankers")
-        raise CoderError(f"{_FLAG} {item.name!r} is unknown{did_you_mean(item.name, known) or ';'} known: {', '.join(known)}")
+    if item.name not in (names := registry.names("rerankers")):
+        hint = did_you_mean(item.name, names) or ";"
+        raise CoderError(f"{_FLAG} {item.name!r} is unknown{hint} known: {', '.join(names)}")
     return item
 
 
@@ -62,7 +62,7 @@ def make_reranker(text: str, backbone: BackboneInfo) -> Reranks:
     try:
         options = dict(check_types("rerankers", item.name, item.options))
         if missing := [option for option in required_options("rerankers", item.name) if option not in options]:
-            raise ValueError(f"it needs {', '.join(f'{option}=…' for option in missing)}")
+            raise ValueError(f"missing required option {', '.join(f'{option}=…' for option in missing)}")
         return target(backbone, **options).eval()
     except (CoderError, ValueError) as error:
         raise CoderError(f"{_FLAG} {text}: {error}") from error
@@ -73,5 +73,5 @@ def _load(name: str) -> Any:
 
     target = registry.load("rerankers", name)
     if not (isinstance(target, type) and issubclass(target, Reranks)):
-        raise CoderError(f"{_FLAG} {name!r}: {target!r} is no subclass of coder_plugin.heads.capabilities.Reranks")
+        raise CoderError(f"{_FLAG} {name!r}: {target!r} is not a subclass of coder_plugin.heads.capabilities.Reranks")
     return target

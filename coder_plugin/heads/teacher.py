@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones import clip, transformers_clip
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.capabilities import FollowsModel, RepeatsOutputs
+from coder_plugin.heads.capabilities import FollowsModel
 from coder_plugin.memory.model_copy import ModelCopy, parameters_by_name, plain_name
 
 #: Texts on which two tokenizers that differ give different ids.
@@ -28,7 +29,7 @@ class TeacherCopy(ModelCopy):
 
     @torch.no_grad()
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Images and ids [B, T] -> features [B, D] of both, L2-normalised, float32, and the scale of the logits, 0-d."""
+        """Images and ids [B, T] -> their features [B, D], L2-normalised, float32, and the logits' scale, 0-d."""
         if hasattr(self.model, "embed_image"):
             features = super().forward(image, text)
         else:
@@ -36,13 +37,9 @@ class TeacherCopy(ModelCopy):
             features = F.normalize(encoded[0].float(), dim=-1), F.normalize(encoded[1].float(), dim=-1)
         return *features, self.model.logit_scale.float().exp().reshape(())
 
-    def keep_frozen(self) -> None:
-        """Before a step changes them: parameters that the model trains by now become the copy's own."""
-        trained = []
-        for path in self._shared:
-            prefix, _, name = path.rpartition(".")
-            if self.model.get_submodule(prefix)._parameters[name].requires_grad:
-                trained.append(path)
+    def detach_unfrozen(self) -> None:
+        """Copy the shared parameters that the model trains by now, before a step changes them."""
+        trained = [path for path in self._shared if attrgetter(path)(self.model).requires_grad]
         if trained:
             self.own(trained)
             self.model.requires_grad_(False)
@@ -54,20 +51,21 @@ class TeacherCopy(ModelCopy):
         return [name for name, parameter in named if parameter is online.get(plain_name(name))]
 
 
-class Teacher(FollowsModel, RepeatsOutputs):
+class Teacher(FollowsModel):
     """Features of the batch by a frozen teacher, in eval mode, without a gradient.
 
     Requires ``image`` and ``text``, the model's inputs. Provides ``coder_teacher_image_features`` and
-    ``coder_teacher_text_features`` [B, E], L2-normalised, and ``coder_teacher_logit_scale`` [B], the teacher's 1 / temperature
-    for each pair. The teacher is never trained, averaged or exported.
+    ``coder_teacher_text_features`` [B, E], L2-normalised, and ``coder_teacher_logit_scale`` [B], the teacher's 1 /
+    temperature for each pair. The teacher is never trained, averaged or exported.
 
-    ``base`` is copied when the model is made, and by trainers again when it is complete; low-rank adapters are left out. Where
-    you load other weights into a finished model yourself, call ``model.coder.attach(model)`` afterwards. Parameters that the
-    model does not train are shared with it, in memory and in checkpoints. Of another model a checkpoint holds only a checksum.
+    ``base`` is copied when the model is created, and by trainers again when it is complete; low-rank adapters are left
+    out. If you load other weights into a finished model yourself, call ``model.coder.attach(model)`` afterwards.
+    Parameters that the model does not train are shared with it, in memory and in checkpoints. Of another model a
+    checkpoint holds only a checksum.
 
     Args:
-        weights: ``base``; ``MODEL/TAG`` with an open_clip model name and a tag or a file of weights; the folder of an export;
-            ``hf-hub:OWNER/NAME``; or ``transformers:OWNER/NAME`` or the folder of a CLIPModel or SiglipModel.
+        weights: ``base``; ``MODEL/TAG`` with an open_clip model name and a tag or a file of weights; the folder of an
+            export; ``hf-hub:OWNER/NAME``; or ``transformers:OWNER/NAME`` or the folder of a CLIPModel or SiglipModel.
             Scoring heads and aggregators of an export are not used.
 
     Raises:
@@ -86,8 +84,10 @@ class Teacher(FollowsModel, RepeatsOutputs):
     requires = ("image", "text")
     provides = ("coder_teacher_image_features", "coder_teacher_text_features", "coder_teacher_logit_scale")
     fixed_on_resume = {
-        "digest": "the teacher's weights are not those that the run began with: distill(teacher=…) must name the same ones"
+        "digest": "the teacher's weights are not those that the run began with: distill(teacher=…) must name the same"
     }
+
+    cacheable = True
 
     digest: Tensor
 
@@ -105,7 +105,7 @@ class Teacher(FollowsModel, RepeatsOutputs):
 
     def attach(self, model: Any) -> None:
         if self.weights == "base" and not any(each is model for each in self._student):
-            model.register_load_state_dict_pre_hook(_fill_from_student)  # a module sees its own part of a state dict alone
+            model.register_load_state_dict_pre_hook(_fill_from_student)  # a module sees only its part of a state dict
         self._student = (model,)
         if self.weights == "base":
             self.copy.copy_from(model)
@@ -116,7 +116,7 @@ class Teacher(FollowsModel, RepeatsOutputs):
             self.digest.copy_(_digest(teacher))
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-        self.copy.keep_frozen()
+        self.copy.detach_unfrozen()
         image_features, text_features, scale = self.copy(image, text)
         return {
             "coder_teacher_image_features": image_features,
@@ -138,13 +138,13 @@ class Teacher(FollowsModel, RepeatsOutputs):
                 state.pop(f"{prefix}copy.model.{name}", None)
 
     def _fill_in(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before a state dict is loaded: what it holds must not become the student's; what it leaves out stays as it is."""
+        """Before a state dict is loaded: own the parameters that it holds, and keep those that it leaves out."""
         start = f"{prefix}copy.model."
         if self.weights == "base":
             shared = self.copy._shared
             self.copy.own([name for name in shared if f"{start}{name}" in state])
             if not any(name.startswith(start) for name in state) and len(shared) < len(list(self.copy.parameters())):
-                return  # no teacher was saved: report it
+                return  # the state has no teacher: load_state_dict reports the missing keys
         for name, value in self.copy.state_dict(prefix=f"{prefix}copy.").items():
             state.setdefault(name, value)
 
@@ -176,16 +176,14 @@ def open_teacher(spec: str, student: Any) -> Any:
     if not hasattr(student, "visual") or not hasattr(student.visual, "preprocess_cfg"):
         raise CoderError(f"teacher {spec}: a model that reads regions can have no other teacher than base")
     location, name, tag = transformers_clip.find_location(spec), spec, None
-    if location is not None or spec.startswith(("hf-hub:", "local-dir:")):
-        pass
-    elif Path(spec).is_dir():
+    if location is None and Path(spec).is_dir():
         name = f"local-dir:{spec}"
-    else:
+    elif location is None and not spec.startswith(("hf-hub:", "local-dir:")):
         name, slash, tag = spec.partition("/")
         if not slash:
             raise CoderError(
-                f"teacher {spec}: give base, an open_clip model and its tag (ViT-B-32/laion2b_s34b_b79k), the folder of an "
-                "export, hf-hub:OWNER/NAME, or transformers:OWNER/NAME"
+                f"teacher {spec}: give base, an open_clip model and its tag (ViT-B-32/laion2b_s34b_b79k), the folder "
+                "of an export, hf-hub:OWNER/NAME, or transformers:OWNER/NAME"
             )
     device = next(student.parameters()).device
     try:
@@ -196,28 +194,26 @@ def open_teacher(spec: str, student: Any) -> Any:
     except CoderError as error:
         raise CoderError(f"teacher {spec}: {error}") from error
     teacher.requires_grad_(False).eval()
-    reads = {
-        "pictures of {} pixels": [_sides(each) for each in (student, teacher)],
-        "pictures normalised with mean {}": [list(each.visual.preprocess_cfg["mean"]) for each in (student, teacher)],
-        "pictures normalised with standard deviation {}": [
-            list(each.visual.preprocess_cfg["std"]) for each in (student, teacher)
-        ],
-        "texts of {} tokens": [each.context_length for each in (student, teacher)],
-    }
-    for what, (own, other) in reads.items():
+    for own, other in zip(_inputs(student), _inputs(teacher), strict=True):
         if own != other:
             raise CoderError(
-                f"teacher {spec}: it reads {what.format(other)}, and the model {what.format(own)}: both get the same batch. "
-                "Take a teacher that reads what the model does"
+                f"teacher {spec}: it reads {other}, and the model {own}: both get the same batch. Take a teacher that "
+                "reads what the model does"
             )
     if not torch.equal(_ids(student, student.coder_name), _ids(teacher, name)):
         raise CoderError(f"teacher {spec}: its tokenizer differs from the model's, and both get the same ids")
     return teacher
 
 
-def _sides(model: Any) -> list[int]:
-    size = model.visual.image_size
-    return [size, size] if isinstance(size, int) else list(size)
+def _inputs(model: Any) -> list[str]:
+    """What a model reads, a description each of the size, mean and deviation of pictures and the length of texts."""
+    size, pixels = model.visual.image_size, model.visual.preprocess_cfg
+    return [
+        f"pictures of {[size, size] if isinstance(size, int) else list(size)} pixels",
+        f"pictures normalised with mean {list(pixels['mean'])}",
+        f"pictures normalised with standard deviation {list(pixels['std'])}",
+        f"texts of {model.context_length} tokens",
+    ]
 
 
 def _ids(model: Any, name: str) -> Tensor:

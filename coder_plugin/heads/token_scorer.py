@@ -12,20 +12,21 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.masked_sets import lengths
+from coder_plugin.masked import lengths
 
 #: Number of items whose sides are computed at once.
 _BATCH = 16
 #: Number of images whose sides are held while all pairs are scored.
 _IMAGES = 512
-#: Stored sides are sorted by length into so many parts and padded within a part, because captions differ much in length.
+#: Stored sides are sorted by length into so many parts and padded within a part, because captions differ much in
+#: length.
 _PARTS = 8
 
 
 class TokenSide(Protocol):
     """What items contribute to all their pairs: a named tuple of tensors, or None, with equal leading dimensions.
 
-    ``mask`` is bool [..., S]. :class:`~coder_plugin.functional.fusion.Side` is one.
+    ``mask`` is bool [..., S]. :class:`~coder_plugin.heads.fusion_scores.Side` is one.
     """
 
     @property
@@ -45,17 +46,23 @@ class TokenSide(Protocol):
 Side = TypeVar("Side", bound=TokenSide)
 
 
+def default_tile(device: torch.device) -> int:
+    """Pairs that a device scores at once, unless an option sets their number."""
+    return 256 if device.type == "cpu" else 4096
+
+
 class TokenScorer(Generic[Side]):
     """Scores pairs of a data set's images and texts on a device, without a gradient: the
     :class:`~coder_plugin.heads.capabilities.PairScorer` of re-rankers that compare tokens.
 
-    A *side* is what an item contributes to all its pairs (:class:`TokenSide`). The sides of images or texts that come in groups
-    of several are computed once and stored, if they fit into ``memory``; a shortlist's query is in one group only. Tiles are
-    cut to their longest items, which changes scores by rounding only.
+    A *side* is what an item contributes to all its pairs (:class:`TokenSide`). The sides of images or texts that come
+    in groups of several are computed once and stored, if they fit into ``memory``; a shortlist's query is in one group
+    only. Tiles are cut to their longest items, which changes scores by rounding only.
 
     Args:
-        images, texts: the outputs of ``image_item`` and ``text_item`` for all N images and M texts, on any device and in any
-            float type, with ``tokens`` [N or M, S, D] and ``mask`` [N or M, S]. A mask may be longer than its longest item.
+        images, texts: the outputs of ``image_item`` and ``text_item`` for all N images and M texts, on any device and
+            in any float type, with ``tokens`` [N or M, S, D] and ``mask`` [N or M, S]. A mask may be longer than its
+            longest item.
         image_side, text_side: items on ``device`` -> their side. pairs: sides [G, a, ...], [G, b, ...] -> [G, a, b].
         device: where pairs are scored.
         pairs_per_tile: number of pairs that are scored at once; bounds the working memory.

@@ -1,34 +1,38 @@
-"""What a loss term is: a parameter-free module that names the keys it reads and returns a scalar."""
+"""What a loss term is: a parameter-free module that names the keys it reads and returns a scalar.
+
+Shapes: B pairs of this rank, N pairs of all ranks, m hard negatives of an image, d dimensions.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.contrast import Block, Implementation, Pairs
+from coder_plugin.data.item import NO_TEXT
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.tiled import Implementation
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
 
+#: The keys of hard negatives, which ``hard_negatives=true`` requires.
+HARD_NEGATIVES = ("coder_negative_features", "coder_negative_ids")
+
 
 class Term(nn.Module):
-    """Base of the loss terms: ``requires`` and ``uses`` name keys of the model's output, ``forward`` takes them.
+    """Base of the loss terms: ``requires`` and ``optional`` name keys of the model's output, ``forward`` takes them.
 
-    A subclass takes its options as annotated keyword-only arguments of ``__init__``. It names in ``requires`` the keys
-    it needs, and in ``uses`` those it takes if they are present; ``__init__`` may set both, if options change them.
-    ``forward`` is called with exactly these keys and returns a scalar, or a dict of ``*_loss`` scalars.
+    A subclass takes its options as annotated keyword-only arguments of ``__init__``, which may change the attributes below
+    where options change what the term needs. ``forward`` is called with exactly the keys that are there and returns a scalar,
+    or a dict of ``*_loss`` scalars.
 
     A term that compares the pairs of all ranks names in ``gathers`` the arguments whose rows it needs from all ranks, and
     overrides :meth:`compute` in place of ``forward``. A step's loss then gathers what all of its terms name in one collective,
-    each tensor once. A term may also call :func:`coder_plugin.distributed.gather` in its ``forward``, for itself.
+    each tensor once. :meth:`pairs` gives the negatives of each anchor.
 
     A term owns no parameters and no buffers. Whatever is trained belongs to a head, under ``model.coder``, and is used
     inside the model's forward. State (banks, cluster centres) belongs to heads too: a term reads it from
@@ -47,27 +51,23 @@ class Term(nn.Module):
     """
 
     requires: tuple[str, ...] = ("image_features", "text_features")
-    uses: tuple[str, ...] = ()
+    #: Keys that are read where they are there. Of ``coder_ids``: the term masks pairs of one image by them.
+    optional: tuple[str, ...] = ()
     #: Arguments that :meth:`compute` takes from all ranks, [N, ...] in rank order; the others are this rank's.
     gathers: tuple[str, ...] = ()
-    #: Options of heads by head, which follow from the term's own; ``__init__`` may set them.
+    #: ``same_image``: other captions of an image are not its negatives (trainers warn about a term without it); ``views``:
+    #: ``image_features`` may be [B, v, d], of which the greatest similarity counts; ``hard_negatives``: it has the option of
+    #: that name; ``ring``: with ``gather="ring"`` :meth:`compute` takes this rank's arguments alone.
+    supports: frozenset[str] = frozenset({"same_image"})
+    #: Options of heads by head, which follow from the term's own.
     head_options: Mapping[str, Mapping[str, Any]] = {}
-    #: False if the loss cannot mask several captions of one image; the trainer warns about such captions.
-    masks_same_image: ClassVar[bool] = True
-    #: Whether ``image_features`` may be [B, V, D], several features of an image of which the greatest similarity counts.
-    takes_views: ClassVar[bool] = False
-
-    #: Whether it has the option ``hard_negatives``: hard negatives of the batch as further negatives of the images.
-    takes_negatives: ClassVar[bool] = False
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
-    #: Whether the rows of one rank after the other visit this one, instead of being gathered; set by ``create_loss``.
+    #: Whether one rank's rows after the other visit this one, instead of being gathered; set by ``create_loss``.
     ring: bool = False
-    #: How losses of pairs are computed: ``auto``, ``reference``, ``tiled`` or ``triton``; set by ``create_loss``.
+    #: How losses of pairs are computed: ``auto``, ``reference`` or ``tiled``; set by ``create_loss``.
     implementation: Implementation = "auto"
-    #: Whether Triton's kernels serve the term, if all rows are anchors (no local loss, or a ring); torch computes the others'.
-    has_kernels: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,41 +97,76 @@ class Term(nn.Module):
         self._heads, self.local_loss = (heads,), local_loss
         return self
 
-    @property
-    def takes_gathered(self) -> bool:
-        """Whether a step's shared gather serves the term: it overrides :meth:`compute`, and not ``forward``."""
-        return bool(self.gathers) and type(self).forward is Term.forward
+    def pairs(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        ids: Tensor | None = None,
+        *,
+        hard: tuple[Tensor | None, Tensor | None] = (None, None),
+        hard_ids: Tensor | None = None,
+    ) -> Pairs:
+        """The pairs of a step, which know each anchor's negatives, local loss and ring included.
+
+        Args:
+            images: [N, d], L2-normalised, as ``compute`` takes them. texts: [N, d].
+            ids: image ids [N]; pairs of one image are not each other's negatives. None: all distinct.
+            hard: texts that are further negatives of every image [N, m, d], and the images that they are captions of [N, m].
+            hard_ids: image ids [N] that exclude an image's own captions among them. Default: ``ids``.
+        """
+        ring = self.ring and distributed.world_size() > 1
+        anchors = None if ring else anchors_of_rank(len(images), local_loss=self.local_loss)
+        return Pairs(
+            images,
+            texts,
+            ids,
+            hard=hard_block(*hard, ids if hard_ids is None else hard_ids),
+            anchors=anchors,
+            gather=None if anchors is None else distributed.gather,
+            ring=ring,
+            implementation=self.implementation,
+        )
 
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
         """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars.
 
-        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here, and
-        the outputs are those of :meth:`prepare`.
+        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here.
         """
         gathered = outputs.pop("gathered", None)
+        outputs = {**inspect.signature(self.compute).bind_partial(*args).arguments, **outputs} if args else outputs
         if gathered is None:
-            outputs = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
-        if self.ring and distributed.world_size() > 1:
-            return self.compute_in_ring(**outputs)
-        if gathered is None:
-            gathered = gathered_arguments([(self.gathers, outputs)])[0]
+            ring = self.ring and distributed.world_size() > 1
+            gathered = {} if ring else gathered_arguments([(self.gathers, outputs)])[0]
         return self.compute(**{**outputs, **gathered})
-
-    def prepare(self, **outputs: Any) -> dict[str, Any]:
-        """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""
-        return outputs
-
-    def ring_obstacle(self) -> str | None:
-        """Why the term cannot be computed without a gather, as blocks pass around the ring of ranks; None if it can be."""
-        return "only dcl, clip and distill(kind=features) can"
-
-    def compute_in_ring(self, *args: Any, **outputs: Any) -> Any:
-        """The loss of this rank's anchors, from this rank's arguments alone, where :meth:`ring_obstacle` is None."""
-        raise NotImplementedError(f"{type(self).__name__} must override compute_in_ring()")
 
     def compute(self, *args: Any, **outputs: Any) -> Any:
         """The loss, from the arguments in ``gathers`` of all ranks and the others of this rank: as ``forward`` returns it."""
         raise NotImplementedError(f"{type(self).__name__} must override forward(), or compute() where it sets gathers")
+
+
+def hard_block(features: Tensor | None, ids: Tensor | None, image_ids: Tensor | None) -> Block | None:
+    """Hard negatives of all pairs as one block of candidates; None without them.
+
+    Args:
+        features: [N, m, d], L2-normalised, or keys.
+        ids: of the images that they are captions of [N, m]; -2 where there is no text.
+        image_ids: of the pairs [N]; None: every hard negative is one of every image.
+    """
+    if features is None or ids is None:
+        return None
+    ids = ids.flatten()
+    return Block(features.flatten(0, 1), ids, image_ids, ids != NO_TEXT)
+
+
+def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:
+    """The anchors among the ``count`` rows of the global batch: with a local loss those of this rank; None: all."""
+    return rows_of_rank(count) if local_loss and distributed.world_size() > 1 else None
+
+
+def rows_of_rank(count: int) -> slice:
+    """The rows of this rank among the ``count`` rows of all ranks."""
+    own = count // distributed.world_size()
+    return slice(distributed.rank() * own, (distributed.rank() + 1) * own)
 
 
 def gathered_arguments(
@@ -161,7 +196,7 @@ def gathered_arguments(
 
 
 class ModuleTerm(Term):
-    """A plain module as a term: it needs only ``requires``; ``uses`` and the flags of a term are optional.
+    """A plain module as a term: it needs only ``requires``; ``optional`` and ``supports`` may be there too.
 
     Args:
         module: called with its keys as keywords; returns a scalar or a dict of ``*_loss`` scalars.
@@ -170,64 +205,8 @@ class ModuleTerm(Term):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-        self.requires, self.uses = tuple(module.requires), tuple(getattr(module, "uses", ()))
-        for flag in ("masks_same_image", "takes_views"):
-            setattr(self, flag, getattr(module, flag, getattr(self, flag)))
+        self.requires, self.optional = tuple(module.requires), tuple(getattr(module, "optional", ()))
+        self.supports = frozenset(getattr(module, "supports", Term.supports))
 
     def forward(self, **outputs: Any) -> Tensor | dict[str, Tensor]:
         return self.module(**outputs)
-
-
-def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
-    """Let a term's ``__init__`` take the options of loss functions, so that each option is declared once.
-
-    The decorated ``__init__`` declares its further options and ``**options``, in which it receives every option of the
-    functions, defaults included. Options are the keyword-only parameters whose values a loss expression can write:
-    numbers, true, false, none and words. Tensors and callables are not among them, nor is ``implementation``, which does not
-    change what is minimised.
-
-    Example:
-        >>> def spread(features: Tensor, *, margin: float = 0.1, mask: Tensor | None = None) -> Tensor: ...
-        >>> class Spread(Term):
-        ...     @options_of(spread)
-        ...     def __init__(self, *, power: int = 2, **options: Any) -> None:
-        ...         super().__init__()
-        ...         self.options = options
-        >>> inspect.signature(Spread)
-        <Signature (*, margin: 'float' = 0.1, power: 'int' = 2) -> 'None'>
-        >>> Spread(power=1).options
-        {'margin': 0.1}
-    """
-    shared: dict[str, inspect.Parameter] = {}
-    types_of: dict[str, Any] = {}
-    for function in functions:
-        hints = typing.get_type_hints(function)
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "implementation" and _is_option(hints[name]):
-                shared[name], types_of[name] = parameter, hints[name]
-
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(init)
-        first, *term_options = (p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD)
-        signature = signature.replace(parameters=[first, *shared.values(), *term_options])
-
-        @functools.wraps(init)
-        def with_options(self: Any, /, **options: Any) -> None:
-            bound = signature.bind(self, **options)
-            bound.apply_defaults()
-            init(**bound.arguments)
-
-        with_options.__signature__ = signature  # type: ignore[attr-defined]
-        hints = typing.get_type_hints(init)
-        hints.pop("options", None)
-        with_options.__annotations__ = {**types_of, **hints}
-        return with_options
-
-    return decorate
-
-
-def _is_option(hint: Any) -> bool:
-    """Whether a loss expression can write a value of this type."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return all(_is_option(choice) for choice in typing.get_args(hint))
-    return typing.get_origin(hint) is typing.Literal or hint in (bool, int, float, str, type(None))

@@ -1,60 +1,120 @@
-"""InfoNCE, as open_clip's own loss computes it: the baseline."""
+"""InfoNCE, as open_clip's own loss computes it: the baseline (docs/equations.md#tiles).
+
+Shapes: n pairs, a anchors (n, or the share of one process), m hard negatives, d dimensions, N pairs of all ranks.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from coder_plugin import distributed
-from coder_plugin.functional.clip_loss import tiled_clip
-from coder_plugin.functional.similarity import anchor_rows, candidate_negatives
-from coder_plugin.functional.tiled import use_tiles
-from coder_plugin.losses.base import Term
-from coder_plugin.losses.gathered import NEGATIVES, anchors_of_rank, hard_negatives
-from coder_plugin.losses.ring import clip_of_ranks
+from coder_plugin.contrast import Dense, Implementation, Negatives, Pairs
+from coder_plugin.contrast.pairs import hard_negatives as hard_negatives_of
+from coder_plugin.losses.base import HARD_NEGATIVES, Term
+
+
+def infonce(negatives: Negatives, scale: Tensor, further: Negatives | None = None) -> Tensor:
+    """``-log(e^(s S+) / (e^(s S+) + sum_neg e^(s S)))`` of each anchor [2, a], >= 0.
+
+    Args:
+        scale: s = 1 / temperature, > 0, 0-d.
+        further: negatives of the images alone, of which those above the image's positive do not count (AsCL's noised texts).
+    """
+    sums = negatives.logsumexp(scale)
+    positive = (negatives.positive * scale).expand_as(sums)
+    # log(1 + e^x), which has all derivatives where a sum is empty, that is -inf
+    losses = softplus(sums - positive, threshold=40)
+    if further is not None:
+        noised = further.logsumexp(scale, ceiling=negatives.positive.expand_as(sums)[:1].detach())
+        images = losses[:1] + softplus(noised - positive[:1] - losses[:1], threshold=40)
+        losses = torch.cat([images, losses[1:]])
+    return losses
+
+
+def clip_of_pairs(pairs: Pairs, logit_scale: Tensor) -> Tensor:
+    """``open_clip.ClipLoss`` of the pairs of a step: the mean of both directions' cross-entropies, a scalar."""
+    if pairs.hard is None and pairs.form(pairs.directions(pairs.anchors), small=False) is Dense:
+        # the order of upstream's products, on which the last bits depend, and its precision under autocast
+        rows, texts = (pairs.rows(side, pairs.anchors) for side in (pairs.images, pairs.texts))
+        of_images = logit_scale * rows @ pairs.texts.T
+        if pairs.anchors is None and distributed.world_size() > 1:
+            of_texts = of_images.T
+        else:
+            of_texts = logit_scale * texts @ pairs.images.T
+        labels = pairs.rows(pairs.ids, pairs.anchors)
+        return (F.cross_entropy(of_images, labels) + F.cross_entropy(of_texts, labels)) / 2
+    scale = logit_scale.to(torch.promote_types(pairs.images.dtype, torch.float32)).reshape(())
+    return infonce(pairs.negatives(pairs.anchors, small=False), scale).mean()
+
+
+def clip_of_features(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    *,
+    anchors: slice | None = None,
+    image_ids: Tensor | None = None,
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """``open_clip.ClipLoss``; by tiles equal up to rounding, in memory that grows with n alone.
+
+    Args:
+        image_features: L2-normalised [n, d]; row i belongs to row i of ``text_features`` [n, d].
+        logit_scale: 1 / temperature, > 0, 0-d or of one element; it gets a gradient.
+        anchors: the rows of the batch that are anchors; None: all rows.
+        image_ids: integers [n], for ``negative_ids`` alone.
+        negatives, negative_ids, negative_valid: hard negatives of the images [m, d], as in
+            :func:`coder_plugin.functional.dcl`.
+        implementation: ``"auto"``: tiles above 2,048 x 2,048 similarities.
+
+    Returns:
+        Scalar >= 0: the mean of both directions' cross-entropies.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch.
+
+    Example:
+        >>> clip_of_features(torch.eye(2), torch.eye(2), torch.tensor(2.0))  # log(1 + exp(-2))
+        tensor(0.1269)
+    """
+    hard = hard_negatives_of(negatives, negative_ids, negative_valid, image_ids, dim=text_features.shape[-1])
+    pairs = Pairs(image_features, text_features, hard=hard, anchors=anchors, implementation=implementation)
+    return clip_of_pairs(pairs, logit_scale)
 
 
 class Clip(Term):
     """``open_clip.ClipLoss`` (Radford et al., 2021), gathered with gradient. Every other pair of the global batch is a
-    negative, other captions of the same image included. Above 4 million similarities it is computed by tiles, which is equal up
-    to rounding (docs/equations.md#tiles).
+    negative, other captions of the same image included.
+
+    Up to 2,048 x 2,048 similarities it is computed as open_clip computes it: under autocast the products are in bfloat16 or
+    float16, unlike those of all other losses of pairs here. Above that it is computed by tiles, in float32.
 
     Args:
         hard_negatives: the hard negatives of all ranks' images are further negatives of every image that they are not captions
             of.
 
     Example:
-        >>> import torch
         >>> Clip()(torch.eye(2), torch.eye(2), torch.tensor(2.0))  # log(1 + exp(-2))
         tensor(0.1269)
     """
 
     requires: tuple[str, ...] = ("image_features", "text_features", "logit_scale")
-    uses: tuple[str, ...] = ("logit_bias",)
-    gathers = ("image_features", "text_features", "coder_ids", *NEGATIVES)
-    masks_same_image = False
-    takes_negatives = True
-    has_kernels = True
+    optional: tuple[str, ...] = ("logit_bias",)
+    gathers: tuple[str, ...] = ("image_features", "text_features")
+    supports = frozenset({"hard_negatives", "ring"})
 
     def __init__(self, *, hard_negatives: bool = False) -> None:
         super().__init__()
         if hard_negatives:
-            self.requires, self.uses, self.has_kernels = (*self.requires, *NEGATIVES), (*self.uses, "coder_ids"), False
-
-    def ring_obstacle(self) -> str | None:
-        if NEGATIVES[0] in self.requires:
-            return "not with hard_negatives=true"
-        return None if type(self) is Clip else super().ring_obstacle()
-
-    def compute_in_ring(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
-    ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, and the model's scale and bias -> scalar."""
-        loss = clip_of_ranks(image_features, text_features, logit_scale, triton=self.implementation == "triton")
-        return loss if logit_bias is None else loss + 0 * logit_bias.sum()
+            self.requires += HARD_NEGATIVES
+            self.optional += ("coder_ids",)
+            self.gathers += (*HARD_NEGATIVES, "coder_ids")
 
     def compute(
         self,
@@ -66,30 +126,10 @@ class Clip(Term):
         coder_negative_features: Tensor | None = None,
         coder_negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The features [N, D] of all ranks, L2-normalised, the model's scale and bias, image ids [N] and hard negatives
-        [N, n, D] with their images' ids [N, n] -> scalar."""
-        anchors = anchors_of_rank(len(image_features), local_loss=self.local_loss)
-        rows = anchor_rows(image_features, anchors)
-        further: dict[str, Any] = hard_negatives(coder_negative_features, coder_negative_ids)
-        candidates = len(text_features) + (len(further["negatives"]) if further else 0)
-        if use_tiles(self.implementation, (image_features, text_features), pairs=len(rows) * candidates, small=False):
-            triton = self.implementation == "triton"
-            passed = {"anchors": anchors, "triton": triton, "image_ids": coder_ids, **further}
-            loss = tiled_clip(image_features, text_features, logit_scale, **passed)
-            # a bias that all logits share changes nothing; its gradient is zero
-            return loss if logit_bias is None else loss + 0 * logit_bias.sum()
-        # the order of upstream's products, on which the last bits depend
-        images = logit_scale * rows @ text_features.T
-        if anchors is None and distributed.world_size() > 1:
-            texts = images.T
-        else:
-            texts = logit_scale * anchor_rows(text_features, anchors) @ image_features.T
-        if further:
-            negatives = further["negatives"]
-            ids, valid = further["negative_ids"], further["negative_valid"]
-            mask = anchor_rows(candidate_negatives(coder_ids, ids, valid, len(image_features), negatives), anchors)
-            images = torch.cat([images, (logit_scale * rows @ negatives.T).masked_fill(~mask, -torch.inf)], 1)
-        if logit_bias is not None:
-            images, texts = images + logit_bias, texts + logit_bias
-        labels = torch.arange(len(text_features), device=images.device)[slice(None) if anchors is None else anchors]
-        return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
+        """Features [N, d], L2-normalised, the model's scale and bias, image ids [N] and hard negatives [N, m, d] with their
+        images' ids [N, m] -> scalar."""
+        hard = coder_negative_features, coder_negative_ids
+        pairs = self.pairs(image_features, text_features, hard=hard, hard_ids=coder_ids)
+        loss = clip_of_pairs(pairs, logit_scale)
+        # a bias that all logits share changes nothing; its gradient is zero
+        return loss if logit_bias is None else loss + 0 * logit_bias.sum()

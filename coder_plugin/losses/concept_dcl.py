@@ -1,20 +1,20 @@
-"""Diversity-sensitive contrastive loss of the concept embeddings (CODER eq. 2, 14)."""
+"""Diversity-sensitive contrastive loss of the concept embeddings (CODER eq. 2, 14; docs/equations.md#concepts)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
 
-from coder_plugin.functional.dcl_loss import check_dcl_options, dcl
-from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import global_batch
+from coder_plugin.losses.dcl import DCL
+from coder_plugin.losses.diversity import Diversity
 
 
-class ConceptDCL(Term):
+class ConceptDCL(DCL):
     """``L_DCL^C``: twice :func:`coder_plugin.functional.dcl` of the concept embeddings, with the pairs of all ranks.
 
-    Twice, because the paper adds the loss of both orders of the pair, which are equal. It takes that function's options.
+    Twice, because the paper adds the loss of both orders of the pair, which are equal. The options are those of ``dcl``. Use it
+    beside ``dcl``, with the head ``concepts``.
 
     Args:
         mask_same_image: pairs of one image are not each other's negatives.
@@ -26,29 +26,27 @@ class ConceptDCL(Term):
     """
 
     requires = ("coder_image_concepts", "coder_text_concepts")
-    uses = ("coder_ids",)
-    gathers = (*requires, *uses)
-    takes_views = True
-    has_kernels = True
+    supports = DCL.supports - {"hard_negatives"}
 
-    @options_of(dcl)
-    def __init__(self, *, mask_same_image: bool = True, **options: Any) -> None:
-        super().__init__()
-        check_dcl_options(**options)
-        self.options, self.mask_same_image = options, mask_same_image
+    def __init__(
+        self,
+        *,
+        mu: float = 0.1,
+        gamma: float = 0.3,
+        epsilon: float = 0.1,
+        diversity: Diversity = "std",
+        positive_weight: float | Literal["mu"] = 1.0,
+        diversity_gradient: bool = False,
+        effective_negatives: int | None = None,
+        mask_same_image: bool = True,
+    ) -> None:
+        super().__init__(
+            mu=mu, gamma=gamma, epsilon=epsilon, diversity=diversity, positive_weight=positive_weight,
+            diversity_gradient=diversity_gradient, effective_negatives=effective_negatives, mask_same_image=mask_same_image,
+        )  # fmt: skip
 
-    def compute(
+    def compute(  # type: ignore[override]
         self, coder_image_concepts: Tensor, coder_text_concepts: Tensor, coder_ids: Tensor | None = None
     ) -> Tensor:
-        """The concept embeddings [N, F] of all ranks, L2-normalised, and image ids [N] -> scalar."""
-        ids = coder_ids if self.mask_same_image else None
-        batch = global_batch(coder_image_concepts, coder_text_concepts, ids, local_loss=self.local_loss)
-        return 2 * dcl(
-            batch.images,
-            batch.texts,
-            image_ids=batch.ids,
-            anchors=batch.anchors,
-            gather=batch.anchor_gather(),
-            implementation=self.implementation,
-            **self.options,
-        )
+        """Concept embeddings [N, F], L2-normalised, and image ids [N] -> scalar."""
+        return 2 * super().compute(coder_image_concepts, coder_text_concepts, coder_ids)

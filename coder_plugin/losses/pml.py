@@ -46,7 +46,7 @@ class PML(Term):
         tensor(0.1269)
     """
 
-    uses = ("coder_ids",)
+    optional = ("coder_ids",)
     gathers = ("image_features", "text_features", "coder_ids")
 
     def __init__(self, loss: Any, *, miner: Any = None, pairs: Pairs = "all") -> None:
@@ -56,13 +56,13 @@ class PML(Term):
         if not isinstance(loss, nn.Module):
             raise CoderError(f"PML takes a loss of pytorch-metric-learning, not {loss!r}: losses.NTXentLoss(temperature=0.05)")
         _check(loss)
-        self.loss, self.miner, self.pairs = loss, miner, pairs
+        self.loss, self.miner, self.compare = loss, miner, pairs
 
     def compute(self, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None) -> Tensor:
         """The features [N, D] of all ranks, L2-normalised, and image ids [N] -> scalar. Without ids all images differ."""
         if coder_ids is None:
             coder_ids = torch.arange(len(image_features), device=image_features.device)
-        if self.pairs == "all":
+        if self.compare == "all":
             embeddings, labels = torch.cat([image_features, text_features]), torch.cat([coder_ids, coder_ids])
             return self.loss(embeddings, labels, self.miner(embeddings, labels) if self.miner else None)
         directions = (image_features, text_features), (text_features, image_features)

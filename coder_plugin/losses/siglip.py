@@ -24,7 +24,7 @@ class SigLip(Term):
     """
 
     requires = ("image_features", "text_features", "logit_scale", "logit_bias")
-    masks_same_image = False
+    supports = frozenset({"ring"})  # the texts travel between ranks as it is
 
     def __init__(self, *, dist_impl: Literal["bidir", "shift", "reduce", "gather"] = "bidir") -> None:
         super().__init__()

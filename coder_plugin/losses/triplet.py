@@ -1,22 +1,156 @@
-"""Hinge loss over the global batch: the objective of VSE++ and VSE-infinity, the papers' baseline."""
+"""Hinge losses over similarities (VSE++, VSE-infinity), the papers' baseline (docs/equations.md#score, #selfalign).
+
+Shapes: n pairs, a anchors (n, or the share of one process), m hard negatives, d dimensions, N pairs of all ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional.tiled import Implementation
-from coder_plugin.functional.triplet_loss import check_triplet_options, triplet, triplet_of_features
-from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import NEGATIVES, Batch, BatchScores, global_batch, global_scores, hard_negatives
+from coder_plugin.contrast import Dense, Implementation, Negatives, Pairs
+from coder_plugin.contrast.pairs import check_hard_ids, scored_pairs
+from coder_plugin.contrast.pairs import hard_negatives as hard_negatives_of
+from coder_plugin.losses.ascl import fusion_scores
+from coder_plugin.losses.base import HARD_NEGATIVES, Term
+from coder_plugin.tensors import check_range, upcast
+
+Reduction = Literal["mean", "sum"]
+
+
+def hinge_loss(negatives: Negatives, *, margin: float, hardest: bool, reduction: str) -> Tensor:
+    """``[margin + S_negative - S_positive]_+`` of both directions, added: a scalar. See :func:`triplet`."""
+    if hardest:
+        hinges = (margin + negatives.hardest() - negatives.positive).clamp(min=0)
+    else:
+        hinges = negatives.hinge(margin)
+        if reduction == "mean":
+            hinges = hinges / negatives.count().clamp(min=1)
+    return hinges.mean(1).sum() if reduction == "mean" else hinges.sum()
+
+
+def triplet(
+    similarity: Tensor,
+    *,
+    margin: float = 0.2,
+    hardest: bool = True,
+    image_ids: Tensor | None = None,
+    reduction: Reduction = "mean",
+    text_to_image: Tensor | None = None,
+    anchors: slice | None = None,
+    negative_similarity: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
+) -> Tensor:
+    """Hinge loss of a batch's similarities, both directions (VSE++): ``[margin + S_negative - S_positive]_+``.
+
+    The baseline of the papers, for scores of any range. Above a few hundred pairs a contrastive loss learns faster.
+
+    Args:
+        similarity: any score of images x texts [n, n], matching pairs on the diagonal. With ``anchors`` the rows of
+            these images alone, [a, n].
+        margin: by how much the positive must exceed a negative, finite.
+        hardest: only the hardest negative of each anchor counts; else all of them.
+        image_ids: integers [n]; pairs of one image are not each other's negatives. Default: all distinct.
+        reduction: ``"mean"`` or ``"sum"`` over the anchors of a direction. Without ``hardest`` each anchor counts with
+            the mean, or the sum, over its negatives. The two directions are added.
+        text_to_image: with ``anchors``, the scores of these texts x images [a, n].
+        anchors: the rows of the batch that are anchors; None: all rows.
+        negative_similarity: scores of the images x hard negatives, texts that are further negatives of them: [n, m] or [a, m].
+        negative_ids, negative_valid: [m], as in :func:`dcl`.
+
+    Returns:
+        Scalar >= 0, float32 or float64. An anchor without negatives counts as zero.
+
+    Raises:
+        ValueError: shapes that do not fit, an empty batch, options out of range.
+
+    Example:
+        >>> triplet(torch.tensor([[0.9, 0.8], [0.3, 0.5]]))
+        tensor(0.3000)
+    """
+    check_triplet_options(margin=margin, reduction=reduction)
+    check_range(negative_similarity=negative_similarity)
+    negatives = scored_pairs(similarity, text_to_image, image_ids, anchors)
+    if negative_similarity is not None:
+        a, m = len(similarity), negative_similarity.shape[-1]
+        if negative_similarity.ndim != 2 or len(negative_similarity) != a:
+            raise ValueError(f"negative_similarity must be [{a}, m], got {tuple(negative_similarity.shape)}")
+        check_hard_ids(negative_ids, negative_valid, m)
+        mask = torch.ones_like(negative_similarity, dtype=torch.bool)
+        if image_ids is not None and negative_ids is not None:
+            mask = (image_ids if anchors is None else image_ids[anchors])[:, None] != negative_ids
+        mask = mask if negative_valid is None else mask & negative_valid
+        (images, texts), (of_images, of_texts) = negatives.similarity, negatives.masks
+        scores = [torch.cat([images, upcast(negative_similarity)], 1), texts]
+        negatives = Dense.of_scores(scores, [torch.cat([of_images, mask], 1), of_texts], anchors.start if anchors else 0)
+    elif negative_ids is not None or negative_valid is not None:
+        raise ValueError("negative_ids and negative_valid need negative_similarity")
+    return hinge_loss(negatives, margin=margin, hardest=hardest, reduction=reduction)
+
+
+def triplet_of_features(
+    image_features: Tensor,
+    text_features: Tensor,
+    *,
+    margin: float = 0.2,
+    hardest: bool = True,
+    image_ids: Tensor | None = None,
+    reduction: Reduction = "mean",
+    anchors: slice | None = None,
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """:func:`triplet` of the cosines of a batch of pairs; by tiles the matrix of similarities is never stored.
+
+    Args:
+        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
+            ``text_features`` [n, d].
+        margin, hardest, image_ids, reduction, anchors: as in :func:`triplet`.
+        negatives, negative_ids, negative_valid: hard negatives of the images [m, d], as in :func:`dcl`.
+        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
+            n alone; ``"auto"``: tiles for the hardest negative, or above 2,048 x 2,048 similarities (docs/equations.md#tiles).
+
+    Returns:
+        Scalar >= 0, float32 or float64.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, options out of range.
+
+    Example:
+        >>> features = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
+        >>> triplet_of_features(features, features)  # both directions: 0.2 + 0.8 - 1 for each anchor
+        tensor(0.)
+    """
+    check_triplet_options(margin=margin, reduction=reduction)
+    hard = hard_negatives_of(negatives, negative_ids, negative_valid, image_ids, dim=text_features.shape[-1])
+    passed: dict[str, Any] = {"hard": hard, "anchors": anchors, "implementation": implementation}
+    pairs = Pairs(image_features, text_features, image_ids, **passed)
+    return triplet_of_pairs(pairs, margin=margin, hardest=hardest, reduction=reduction)
+
+
+def triplet_of_pairs(pairs: Pairs, *, margin: float, hardest: bool, reduction: str) -> Tensor:
+    """:func:`triplet` of the cosines of the pairs of a step."""
+    negatives = pairs.negatives(pairs.anchors, small=hardest)
+    return hinge_loss(negatives, margin=margin, hardest=hardest, reduction=reduction)
+
+
+def check_triplet_options(*, margin: float, reduction: str, **_: Any) -> None:
+    """:class:`ValueError` for an unknown reduction and a margin that is not finite."""
+    if not math.isfinite(margin):
+        raise ValueError(f"margin must be finite, got {margin}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
 
 
 class Triplet(Term):
-    """:func:`coder_plugin.functional.triplet` with the pairs of all ranks as candidates. It takes that function's
-    options.
+    """:func:`coder_plugin.functional.triplet` with the pairs of all ranks as candidates, and its options.
 
     VSE-infinity's loss is ``triplet(reduction=sum, mean_epochs=1)``: in its first epoch each anchor counts with the sum of the
     hinges of all its negatives, which its authors' code calls the mean hinge, and then with its hardest negative alone
@@ -34,41 +168,42 @@ class Triplet(Term):
         ValueError: options out of range, ``mean_epochs`` without ``hardest``, or ``hard_negatives`` with the fusion's score.
 
     Example:
-        >>> import torch
         >>> Triplet(margin=1.5)(torch.eye(2), torch.eye(2))
         tensor(1.)
     """
 
-    uses = ("coder_ids",)
-    gathers = ("image_features", "text_features", "coder_fusion", "coder_ids", *NEGATIVES)
-    takes_views = True
-    takes_negatives = True
+    supports = frozenset({"same_image", "views", "hard_negatives", "ring"})
 
-    @options_of(triplet)
     def __init__(
         self,
         *,
+        margin: float = 0.2,
+        hardest: bool = True,
+        reduction: Reduction = "mean",
         mean_epochs: int = 0,
         similarity: Literal["cosine", "fusion"] = "cosine",
         mask_same_image: bool = True,
         hard_negatives: bool = False,
-        **options: Any,
     ) -> None:
         super().__init__()
-        check_triplet_options(**options)
+        self.options: dict[str, Any] = {"margin": margin, "hardest": hardest, "reduction": reduction}
+        check_triplet_options(**self.options)
         if mean_epochs < 0:
             raise ValueError(f"mean_epochs must be >= 0, got {mean_epochs}")
-        if mean_epochs and not options["hardest"]:
+        if mean_epochs and not hardest:
             raise ValueError("hardest=false takes all negatives in every epoch: leave out mean_epochs")
-        self.options, self.mean_epochs, self.mask_same_image = options, mean_epochs, mask_same_image
         if similarity not in ("cosine", "fusion"):
             raise ValueError(f"similarity must be 'cosine' or 'fusion', got {similarity!r}")
+        self.mean_epochs, self.mask_same_image = mean_epochs, mask_same_image
+        self.optional = ("coder_ids",) if mask_same_image else ()
         if similarity == "fusion":
             if hard_negatives:
                 raise ValueError("hard_negatives needs similarity=cosine: the fusion scores the pairs of a batch alone")
             self.requires = ("coder_fusion",)
+            self.supports -= {"ring"}
         if hard_negatives:
-            self.requires = (*self.requires, *NEGATIVES)
+            self.requires = (*self.requires, *HARD_NEGATIVES)
+        self.gathers = (*self.requires, *self.optional)
         if mean_epochs:
             self.requires = (*self.requires, "coder_epoch")
 
@@ -82,38 +217,27 @@ class Triplet(Term):
         coder_negative_features: Tensor | None = None,
         coder_negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The features [N, D] of all ranks, L2-normalised, or scores [N, N], image ids [N], epochs done [B], hard negatives
-        [N, n, D] with their images' ids [N, n] -> scalar."""
+        """Features [N, d], L2-normalised, or scores [N, N], image ids [N], epochs done [B], hard negatives [N, m, d] with their
+        images' ids [N, m] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        compared: Batch | BatchScores
-        if coder_fusion is not None:
-            compared = global_scores(coder_fusion, ids, local_loss=self.local_loss)
-        else:
+        hard = coder_negative_features, coder_negative_ids
+
+        def loss(**options: Any) -> Tensor:
+            if coder_fusion is not None:
+                similarity, further = fusion_scores(coder_fusion, local_loss=self.local_loss)
+                return sum_over_ranks(triplet(similarity, image_ids=ids, **further, **options), further["anchors"], options)
             assert image_features is not None and text_features is not None
-            compared = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
-        further = hard_negatives(coder_negative_features, coder_negative_ids)
-        passed: dict[str, Any] = {**self.options, **further, "implementation": self.implementation}
-        loss = global_triplet(compared, **passed)
+            pairs = self.pairs(image_features, text_features, ids, hard=hard)
+            return sum_over_ranks(triplet_of_pairs(pairs, **options), pairs.anchors or pairs.ring, options)
+
+        value = loss(**self.options)
         if coder_epoch is None:
-            return loss
-        # both are computed: a branch would wait for the device
-        of_all = global_triplet(compared, **passed | {"hardest": False})
-        return torch.where(coder_epoch[0] < self.mean_epochs, of_all, loss)
+            return value
+        # both are computed: a branch would synchronise
+        return torch.where(coder_epoch[0] < self.mean_epochs, loss(**self.options | {"hardest": False}), value)
 
 
-def global_triplet(compared: Batch | BatchScores, *, implementation: Implementation = "auto", **options: Any) -> Tensor:
-    """``triplet`` of a global batch, whose mean over ranks is the loss of the joint batch.
-
-    Args:
-        compared: features, or scores that are computed already.
-        implementation: of features, as of :func:`coder_plugin.functional.triplet_loss.triplet_of_features`.
-    """
-    passed = {"image_ids": compared.ids, "anchors": compared.anchors, **options}
-    if isinstance(compared, BatchScores):
-        loss = triplet(compared.similarity, text_to_image=compared.text_to_image, **passed)
-    else:
-        loss = triplet_of_features(compared.images, compared.texts, implementation=implementation, **passed)
-    if options["reduction"] == "sum" and compared.anchors is not None:
-        # each rank sums over its own anchors, and losses and gradients are averaged over ranks
-        loss = loss * distributed.world_size()
-    return loss
+def sum_over_ranks(loss: Tensor, shared: Any, options: dict[str, Any]) -> Tensor:
+    """The loss whose mean over ranks is that of the joint batch: with ``reduction="sum"`` each rank sums over its own anchors
+    (``shared``), and losses and gradients are averaged over ranks."""
+    return loss * distributed.world_size() if options["reduction"] == "sum" and shared else loss

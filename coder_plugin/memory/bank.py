@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.functional.host import at_hand
-from coder_plugin.functional.similarity import check_range, mark_range_checked, range_checked
 from coder_plugin.memory.host_value import HostValue
 from coder_plugin.memory.moments import CHUNK, Moments
+from coder_plugin.tensors import check_range, is_on_cpu, mark_range_checked, range_checked
 
 BankDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -21,12 +20,11 @@ BankDtype = Literal["float32", "float16", "bfloat16"]
 class CoupledBank(nn.Module):
     """The last Q image and text keys with their image ids, in a ring buffer. All state is persistent buffers.
 
-    ``image`` and ``text`` [Q, D] in the storage dtype; ``ids`` int64 [Q]; 0-d int64 ``pointer``, the position of the next key,
-    and ``count``, the number of filled entries; and the running moments of both banks.
+    ``image`` and ``text`` [Q, D] in the storage dtype; ``ids`` int64 [Q]; 0-d int64 ``pointer``, the position of the
+    next key, and ``count``, the number of filled entries; and the running moments of both banks.
 
     Args:
-        size: Q, >= 1.
-        dim: D.
+        size: Q, >= 1. dim: D.
         dtype: storage of the keys, ``float32``, ``float16`` or ``bfloat16``.
 
     Raises:
@@ -72,8 +70,7 @@ class CoupledBank(nn.Module):
     def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor, *, repeats: int | None = None) -> None:
         """Overwrite the oldest entries with keys [N, D] and ids int64 [N]; of more than Q keys the last Q stay.
 
-        Call it with the same rows in the same order on every rank. It does not wait for a device if ``repeats`` is
-        given.
+        Call it with the same rows in the same order on every rank. With ``repeats`` it does not synchronise.
 
         Args:
             repeats: the value of :meth:`repeats_after`. None: computed here.
@@ -84,12 +81,10 @@ class CoupledBank(nn.Module):
         """
         n, dim = len(ids), self.image.shape[1]
         if image_keys.shape != (n, dim) or text_keys.shape != (n, dim) or ids.ndim != 1:
-            raise ValueError(
-                f"keys must have shape ({n}, {dim}) for {n} ids, got {tuple(image_keys.shape)} and "
-                f"{tuple(text_keys.shape)}"
-            )
+            shapes = f"{tuple(image_keys.shape)} and {tuple(text_keys.shape)}"
+            raise ValueError(f"keys must have shape ({n}, {dim}) for {n} ids, got {shapes}")
         check_range(image_keys=image_keys, text_keys=text_keys)
-        if repeats is None and n and not at_hand(self.ids):
+        if repeats is None and n and not is_on_cpu(self.ids):
             repeats = int(self.repeats_after(ids))
         pointer, count = self._pointer.read(self.pointer), self._count.read(self.count)
         positions = self._next_positions(n)
@@ -104,9 +99,9 @@ class CoupledBank(nn.Module):
             if not wrapped:
                 moments.add(bank[positions], -evicted.to(moments.first.dtype))
                 moments.add(keys)
-            sound = range_checked(bank)
+            was_checked = range_checked(bank)
             bank[positions] = keys
-            if sound:
+            if was_checked:
                 mark_range_checked(bank)
         self.ids[positions] = ids[dropped:]
         if repeats is not None:
@@ -126,7 +121,7 @@ class CoupledBank(nn.Module):
     def repeats_after(self, ids: Tensor) -> Tensor:
         """The largest number of entries of one image once keys with ids [N] are written: 0-d int64, on the device.
 
-        Where the host knows it, :meth:`variance` compares anchors with no more entries than may show their images.
+        With it on the host, :meth:`variance` compares anchors with no more entries than may show their images.
         """
         entries = self.ids.clone()
         entries[self._next_positions(len(ids))] = ids[max(0, len(ids) - self.size) :]
@@ -159,7 +154,7 @@ class CoupledBank(nn.Module):
             [n], >= 0, in the dtype of the moments (float64).
         """
         bank, moments = (self.image, self.image_moments) if modality == "image" else (self.text, self.text_moments)
-        entries, found = self._entries_with(anchor_ids) if mask_entries else (self.ids[:0], self.ids[:0].bool())
+        entries, masked = self._entries_with(anchor_ids) if mask_entries else (self.ids[:0], self.ids[:0].bool())
         entry_ids = self.ids[entries]
         variances = anchors.new_empty(len(anchors), dtype=moments.pivot.dtype)
         for part, live, ids in zip(variances.split(CHUNK), anchors.split(CHUNK), anchor_ids.split(CHUNK), strict=True):
@@ -177,28 +172,29 @@ class CoupledBank(nn.Module):
 
             for rows, of_rows in zip(keys.split(CHUNK), key_ids.split(CHUNK), strict=True):
                 add(rows, ids[:, None] != of_rows, 1)
-            for places, of_rows, there in zip(*(x.split(CHUNK) for x in (entries, entry_ids, found)), strict=True):
-                add(bank[places], (ids[:, None] == of_rows) & there, -1)
+            for rows, of_rows, counted in zip(*(x.split(CHUNK) for x in (entries, entry_ids, masked)), strict=True):
+                add(bank[rows], (ids[:, None] == of_rows) & counted, -1)
             variance = (second / count - (first / count).square()).clamp_(min=0)
             part.copy_(variance.masked_fill_(count == 0, 0))
         return variances
 
     def _entries_with(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices [m] of the filled entries whose image is among ``ids`` [n], and bool [m], False where it does not count.
+        """Indices [m] of the filled entries whose image is among ``ids`` [n], and bool [m], False where one is not.
 
-        On a device whose values are not at hand m is fixed: n times the largest number of entries of one image, or Q.
+        On a device, where reading m would synchronise, it is fixed: n times the largest number of entries of one image,
+        at most Q.
         """
         ordered = ids.sort().values
         position = torch.searchsorted(ordered, self.ids).clamp(max=len(ordered) - 1)
-        found = (ordered[position] == self.ids) & self.valid
-        if at_hand(ids):
-            entries = found.nonzero().squeeze(1)
-            return entries, found[entries]
+        matches = (ordered[position] == self.ids) & self.valid
+        if is_on_cpu(ids):
+            entries = matches.nonzero().squeeze(1)
+            return entries, matches[entries]
         every = torch.arange(self.size, device=ids.device)
         repeats = None if torch.compiler.is_compiling() else self._repeats.known(self.ids)
         room = self.size if repeats is None else min(self.size, repeats * len(ids))
         if room == self.size:
-            return every, found
-        slot = torch.where(found, found.cumsum(0) - 1, room)
+            return every, matches
+        slot = torch.where(matches, matches.cumsum(0) - 1, room)
         entries = torch.zeros_like(every[: room + 1]).scatter_(0, slot, every)[:room]
-        return entries, every[:room] < found.sum()
+        return entries, every[:room] < matches.sum()

@@ -1,4 +1,4 @@
-"""The value of an integer buffer on the host."""
+"""Reading integer buffers without synchronising with a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class HostValue:
-    """The value of a 0-d integer buffer, which the host can read without waiting for a device.
+    """The host's copy of the value of a 0-d integer buffer, which the host can read without synchronising.
 
-    The buffer remains the truth: it is saved and loaded. If something else has written or replaced it, such as the loading
-    of a state, the value is read from it anew. Copies start unread.
+    The buffer is saved and loaded, and decides: if something else has written or replaced it, such as the loading of a
+    state, the value is read from it again. Copies of this object start unread.
 
     Example:
         >>> import torch
@@ -32,7 +32,7 @@ class HostValue:
         self._value = 0
 
     def read(self, buffer: Tensor) -> int:
-        """The buffer's value. It waits for the device only where something else has written the buffer."""
+        """The buffer's value. It synchronises only where something else has written the buffer."""
         value = self.known(buffer)
         if value is None:
             value = int(buffer)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
-from coder_plugin.functional.tiled import add_rows
+from coder_plugin.tensors import add_rows
 
 #: Number of similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
 _SIMILARITIES = 2**26
@@ -20,23 +20,22 @@ class OnlineKMeans(nn.Module):
     """K unit centres: clustered from a whole set by :meth:`recluster`, moved by each batch in between.
 
     There are no centres before the first :meth:`recluster`. After it a batch moves each centre that it chose to
-    ``normalise(count * centre + sum of its samples)`` and adds their number to its count; the next :meth:`recluster` starts
-    from the centres and sets the counts anew, so that old samples do not weigh for ever. An id keeps its cluster, except
-    where :meth:`recluster` finds the cluster empty and starts a new one under its id.
+    ``normalise(count * centre + sum of its samples)`` and adds their number to its count; the next :meth:`recluster`
+    starts from the centres and resets the counts, so that the weight of old samples decays. An id keeps its cluster,
+    except where :meth:`recluster` finds the cluster empty and re-initialises it under its id.
 
-    All state is persistent buffers: ``centres`` float32 [K, D], zero before the first clustering; int64 ``counts`` [K]; 0-d
-    bool ``ready``.
+    All state is persistent buffers: ``centres`` float32 [K, D], zero before the first clustering; int64 ``counts`` [K];
+    0-d bool ``ready``.
 
     Args:
-        clusters: K, >= 1.
-        dim: D, >= 1.
+        clusters: K, >= 1. dim: D, >= 1.
 
     Raises:
         ValueError: arguments out of range.
 
     Example:
         >>> kmeans = OnlineKMeans(2, 2)
-        >>> kmeans.recluster(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1]])).tolist()  # ids that are new
+        >>> kmeans.recluster(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1]])).tolist()  # which ids are new
         [True, True]
         >>> kmeans.update(torch.tensor([[0.8, 0.2]]))
         >>> sorted(kmeans.counts.tolist())
@@ -73,17 +72,17 @@ class OnlineKMeans(nn.Module):
     def update(self, samples: Tensor, labels: Tensor | None = None, *, check: bool = True) -> None:
         """Move the centres that a batch chose. Rows that are all zero are left out and not counted.
 
-        Call it on every rank with the same rows and labels in the same order: sums are made in the same order on every rank,
-        so that all get the same bits without a collective. Before the first clustering nothing is written.
+        Call it on every rank with the same rows and labels in the same order: sums are made in the same order on every
+        rank, so that all get the same bits without a collective. Before the first clustering nothing is written.
 
         Args:
             samples: [n, D], any floating point type and norm.
             labels: integers [n], the result of :meth:`assign` for the samples; None: computed here, on one process.
-            check: refuse non-finite samples and labels that name no centre, for which the host waits for the device once.
-                False: non-finite samples are left out, and the labels must be right.
+            check: refuse non-finite samples and labels out of range, which synchronises with the device once. False:
+                non-finite samples are left out, and the labels must be right.
 
         Raises:
-            ValueError: non-finite samples, wrong shapes, labels that name no centre. Nothing is written then.
+            ValueError: non-finite samples, wrong shapes, labels out of range. Nothing is written then.
         """
         samples, norms = self._unit(samples)
         if labels is None:
@@ -94,7 +93,8 @@ class OnlineKMeans(nn.Module):
             return
         labels = labels.to(torch.int64)
         if check:
-            non_finite, lowest, highest = torch.stack(((~norms.isfinite()).sum(), labels.amin(), labels.amax())).tolist()
+            non_finite = (~norms.isfinite()).sum()
+            non_finite, lowest, highest = torch.stack((non_finite, labels.amin(), labels.amax())).tolist()
             if non_finite:
                 raise ValueError(f"{non_finite} of {len(samples)} samples are not finite; no centre was changed")
             if lowest < 0 or highest >= self.clusters:
@@ -115,17 +115,16 @@ class OnlineKMeans(nn.Module):
     def recluster(self, samples: Tensor, *, iterations: int = 10, seed: int = 0) -> Tensor:
         """Cluster a whole set (Lloyd's algorithm) from the centres, or at first from K samples drawn at random.
 
-        A cluster that becomes empty starts anew at a sample drawn at random, which tends to split large clusters. Counts are
-        the cluster sizes of the result. Zero rows are left out. Call it on all ranks with the same samples; they all get
-        rank 0's result.
+        A cluster that becomes empty is re-initialised at a sample drawn at random, which tends to split large clusters.
+        Counts are the cluster sizes of the result. Zero rows are left out. Call it on all ranks with the same samples;
+        they all get rank 0's result.
 
         Args:
             samples: [m, D], any floating point type and norm, m >= K of them not zero.
-            iterations: >= 1.
-            seed: of the random draws.
+            iterations: >= 1. seed: of the random draws.
 
         Returns:
-            bool [K]: ids whose cluster is new. Whatever was learnt for such an id does not hold any more.
+            bool [K]: ids whose cluster is new, so that what was learnt for the id is invalid.
 
         Raises:
             ValueError: fewer samples than clusters, non-finite samples, a shape that does not fit. Nothing is written.
@@ -133,8 +132,7 @@ class OnlineKMeans(nn.Module):
         if iterations < 1:
             raise ValueError(f"iterations must be >= 1, got {iterations}")
         samples, norms = self._unit(samples)
-        non_finite = int((~norms.isfinite()).sum())
-        if non_finite:
+        if non_finite := int((~norms.isfinite()).sum()):
             raise ValueError(f"{non_finite} of {len(samples)} samples are not finite; no centre was changed")
         samples = samples[norms > 0]
         if len(samples) < self.clusters:
@@ -147,7 +145,7 @@ class OnlineKMeans(nn.Module):
             except Exception as error:  # the other ranks wait and must fail too
                 failure = error
         if distributed.any_rank(failure is not None, samples.device):
-            raise failure or RuntimeError("the clustering failed on rank 0; its own error says why")
+            raise failure or RuntimeError("the clustering failed on rank 0: see the error of rank 0")
         for buffer in (self.centres, self.counts, new):
             distributed.broadcast(buffer)
         self.ready.fill_(True)
@@ -180,9 +178,8 @@ class OnlineKMeans(nn.Module):
     def _unit(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Checked samples in float32, divided by their norms, and the norms [n]."""
         if samples.ndim != 2 or samples.shape[1] != self.dim or not samples.is_floating_point():
-            raise ValueError(
-                f"samples must be floating point [n, {self.dim}], got {samples.dtype} {tuple(samples.shape)}"
-            )
+            shape = f"{samples.dtype} {tuple(samples.shape)}"
+            raise ValueError(f"samples must be floating point [n, {self.dim}], got {shape}")
         samples = samples.detach().float()
         norms = samples.norm(dim=1)
         return samples / norms.clamp(min=torch.finfo(norms.dtype).tiny)[:, None], norms

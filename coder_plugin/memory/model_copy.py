@@ -16,14 +16,13 @@ Mode = Literal["eval", "train"]
 
 
 class ModelCopy(nn.Module):
-    """A copy of the model without its heads. It has no gradient, and its mode never changes: :meth:`train` does nothing.
+    """A copy of the model without its heads. It has no gradient, and its mode is fixed: :meth:`train` does nothing.
 
     Frozen parameters are shared with the model, so a locked tower or the base weights under LoRA are in memory once.
 
     Args:
         mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
-        adapters: whether low-rank adapters are copied too; without them the copy computes what the model did before it got
-            them.
+        adapters: whether low-rank adapters are copied too; without them the copy computes the model without adapters.
 
     Example:
         >>> import coder_plugin
@@ -40,7 +39,7 @@ class ModelCopy(nn.Module):
         super().__init__()
         self.mode, self.adapters = mode, adapters
         self.model: Any = None
-        self._shared: set[str] = set()  # names of the copy's parameters that are the model's own
+        self._shared: set[str] = set()  # names of the parameters that the copy shares with the model
 
     def copy_from(self, model: Any) -> None:
         """Replace the copy by the current model without the heads of ``model.coder``."""
@@ -70,9 +69,10 @@ class ModelCopy(nn.Module):
         return self.model.embed_image(image).float(), self.model.embed_text(text).float()
 
     def _share_frozen(self, model: Any) -> None:
-        """Use the model's own frozen parameters, and copies of those that are trained by now.
+        """Share the model's frozen parameters, and copy those that are trained by now.
 
-        A parameter sharded by FSDP belongs to its module's group, and one of another dtype is the copy's own: both stay.
+        A parameter that FSDP shards belongs to its module's group, and one of another dtype or device differs: both
+        stay.
         """
         online = parameters_by_name(model, tied=True)
         owned: dict[int, nn.Parameter] = {}
@@ -94,7 +94,7 @@ class ModelCopy(nn.Module):
                     self._shared.add(path)
 
     def own(self, paths: Iterable[str]) -> None:
-        """Let the copy have parameters of its own where it shares the model's."""
+        """Replace shared parameters by copies of them."""
         owned: dict[int, nn.Parameter] = {}
         for path in paths:
             prefix, _, name = path.rpartition(".")

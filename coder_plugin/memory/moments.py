@@ -4,9 +4,9 @@ CODER eq. 3-5, docs/equations.md#diversity.
 
 Shapes: n anchors, m rows, D dimensions.
 
-For rows b_q and an anchor v, sum_q (v b_q - v p)^2 = v^T M v with M = sum_q (b_q - p)(b_q - p)^T about any pivot p: n D^2
-multiplications instead of n Q D. With a pivot near the mean no large numbers cancel. M is kept in float64, because a
-standard deviation of 1e-3 along one direction must be accurate next to 0.3 along others.
+For rows b_q and an anchor v, sum_q (v b_q - v p)^2 = v^T M v with M = sum_q (b_q - p)(b_q - p)^T about any pivot p:
+n D^2 multiplications instead of n Q D. With a pivot near the mean no large numbers cancel. M is kept in float64,
+because a standard deviation of 1e-3 along one direction must be accurate next to 0.3 along others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-#: Rows that are raised to float64 at once: what is read from a bank costs memory for so many rows, however large it is.
+#: Rows that are raised to float64 at once: reading a bank of any size costs the memory of so many rows.
 CHUNK = 2048
 
 

@@ -1,8 +1,7 @@
-"""Momentum copy of a model's towers and aggregators (He et al., CVPR 2020; CODER section 3.2.3, docs/equations.md#m-dcl)."""
+"""Momentum copy of towers and aggregators (He et al., CVPR 2020; CODER section 3.2.3, docs/equations.md#m-dcl)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,15 +14,13 @@ from coder_plugin.memory.model_copy import Mode, ModelCopy, parameters_by_name
 class MomentumCopy(ModelCopy):
     """A copy of the model without its heads that follows the model by an exponential moving average.
 
-    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step. Buffers
-    (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. Frozen parameters are shared with the
-    model, so a locked tower or the base weights under LoRA are in memory once; the next update shares what was frozen since
-    and copies what was unfrozen. The copy has no gradient, and its mode never changes: :meth:`train` does
-    nothing.
+    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step.
+    Buffers (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. Frozen parameters are shared
+    with the model; the next update shares what was frozen since and copies what was unfrozen.
 
     Args:
         momentum: m, in [0, 1).
-        mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
+        mode: as in :class:`ModelCopy`.
 
     Raises:
         ValueError: m out of range.
@@ -52,22 +49,20 @@ class MomentumCopy(ModelCopy):
     @torch.no_grad()
     def update(self, model: Any) -> None:
         """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
-        online = parameters_by_name(model)
-        own = parameters_by_name(self.model)
-        # seldom: only where a parameter was frozen or unfrozen since, or stays the copy's own though it is frozen
-        if any((average is online[name]) == online[name].requires_grad for name, average in own.items() if name in online):
+        pairs = self._pairs(model)
+        # rarely: where a parameter was frozen or unfrozen since, or cannot be shared though it is frozen
+        if any((average is current) == current.requires_grad for average, current in pairs):
             self._share_frozen(model)
-            own = parameters_by_name(self.model)
+            pairs = self._pairs(model)
         trained: list[tuple[Tensor, Tensor]] = []
         frozen: list[tuple[Tensor, Tensor]] = []
-        for name, average in own.items():
-            if name in online and average is not online[name]:
-                pair = (distributed.local(average), distributed.local(online[name]))
-                (trained if online[name].requires_grad else frozen).append(pair)
+        for average, current in pairs:
+            if average is not current:
+                local = (distributed.local(average), distributed.local(current))
+                (trained if current.requires_grad else frozen).append(local)
         if trained:
-            averages = [average for average, _ in trained]
             currents = [current.detach().to(average.dtype) for average, current in trained]
-            torch._foreach_lerp_(averages, currents, 1 - self.momentum)
+            torch._foreach_lerp_([average for average, _ in trained], currents, 1 - self.momentum)
         _copy(frozen)
         self._copy_buffers(model)
 
@@ -77,15 +72,10 @@ class MomentumCopy(ModelCopy):
 
         With sharded parameters call it on every rank.
         """
-        online = parameters_by_name(model)
-        named = [
-            (average, online[name])
-            for name, average in parameters_by_name(self.model).items()
-            if name in online and online[name].requires_grad
-        ]
+        named = [pair for pair in self._pairs(model) if pair[1].requires_grad]
         if not named:
             return 0.0
-        pairs = [(distributed.local(average), distributed.local(current).to(average.dtype)) for average, current in named]
+        pairs = [(distributed.local(one), distributed.local(other).to(one.dtype)) for one, other in named]
         distances = torch._foreach_norm([average - current for average, current in pairs])
         norms = torch._foreach_norm([current for _, current in pairs])
         squares = torch.stack([torch.stack(distances).norm(), torch.stack(norms).norm()]).square()
@@ -94,14 +84,19 @@ class MomentumCopy(ModelCopy):
             squares = distributed.all_sum(squares.to(device))
         return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
+    def _pairs(self, model: Any) -> list[tuple[Tensor, Tensor]]:
+        """The copy's parameters with the model's parameters of the same names."""
+        online = parameters_by_name(model)
+        return [(own, online[name]) for name, own in parameters_by_name(self.model).items() if name in online]
+
     def _own_shared(self, *_: Any) -> None:
-        """Before weights are loaded: what is loaded as the copy's must not become the model's, which may be frozen since it
-        was saved. The next update shares again."""
+        """Before weights are loaded: values for the copy must not be written into the model, which may have been frozen
+        since they were saved. The next update shares again."""
         self.own(list(self._shared))
 
     def _copy_buffers(self, model: Any) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
-        online: Mapping[str, Tensor] = dict(model.named_buffers())
+        online = dict(model.named_buffers())
         _copy([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Start rows of a trained parameter anew, with the optimizer's moments of these rows.
+"""Re-initialise rows of a trained parameter, and the optimizer's moments of these rows.
 
 Shapes: K rows of F values.
 """
@@ -32,17 +32,16 @@ def replace_rows(parameter: Tensor, rows: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def reset_moments(optimizer: Any, parameter: Tensor, rows: Tensor) -> None:
-    """Let the optimizer forget some rows.
+    """Reset the optimizer's state of some rows.
 
-    If all rows are new, its whole state of the parameter is dropped, the number of steps included, and begins anew. Else
-    averages of gradients become zero. Averages of squared gradients become the mean of the other rows: at zero, and with
-    the number of steps that the parameter has, Adam would divide by almost nothing, and take steps of several times the
-    learning rate.
+    If all rows are new, the parameter's whole state is dropped, the number of steps included. Else averages of
+    gradients become zero, and averages of squared gradients the mean of the other rows: at zero, and with the number of
+    steps that the parameter has, Adam would divide by almost nothing, and take steps of several times the learning
+    rate.
 
     Args:
-        optimizer: a torch optimizer, or a wrapper with its ``state``. Squares are known by ``sq`` or ``square`` in their names.
-        parameter: [K, F]. A parameter that the optimizer has not stepped yet has no state.
-        rows: bool [K].
+        optimizer: a torch optimizer, or a wrapper with its ``state``. Averages of squares have ``sq`` in their names.
+        parameter: [K, F]. A parameter that the optimizer has not stepped yet has no state. rows: bool [K].
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 1))

@@ -14,8 +14,8 @@ _FORWARDS = 3
 class StateWatch:
     """Warns once if a model trains and its banks, momentum towers and centres stand still.
 
-    An optimizer step is noticed by the version of a trained parameter, which every in-place change raises. So micro-batches
-    that accumulate gradients and steps that a loss scaler skips do not count.
+    An optimizer step is noticed by the version of a trained parameter, which every in-place change raises. So
+    micro-batches that accumulate gradients and steps that a loss scaler skips do not count.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StateWatch:
         if self._warned or hasattr(model, "unshard"):  # FSDP2 writes the parameters in every forward pass
             return
         parameter = next((each for each in model.parameters() if each.requires_grad), None)
-        if not isinstance(parameter, nn.Parameter):  # none is trained, or functional_call put tensors in their places
+        if not isinstance(parameter, nn.Parameter):  # none is trained, or functional_call has replaced them
             return
         version = (id(parameter), parameter._version)
         if version != self._version:
@@ -37,9 +37,9 @@ class StateWatch:
             self._warned = True
             logging.warning(
                 "the model's banks, momentum towers or centres have not moved for %d training steps: call "
-                "coder_plugin.follow(model, optimizer) once before training (with Lightning or Hugging Face's Trainer add the "
-                "callback FollowCallback of coder_plugin.integrations instead), or model.coder.post_step() after every "
-                "optimizer.step()",
+                "coder_plugin.follow(model, optimizer) once before training (with Lightning or Hugging Face's Trainer "
+                "add the callback FollowCallback of coder_plugin.integrations instead), or model.coder.post_step() "
+                "after every optimizer.step()",
                 self._forwards - 1,
             )
 

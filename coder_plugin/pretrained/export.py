@@ -27,7 +27,7 @@ from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, atomic_path, atomic_write, read_json
 from coder_plugin.heads.base import Head
-from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
+from coder_plugin.heads.capabilities import affects_ranking, heads_having
 from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export_manifest import MANIFEST, MARK, read_manifest, seal, verify_export, weights_id
@@ -123,7 +123,8 @@ def write_export(
     _write_options(model, folder, options or {})
     plain = plain_state(model) if state is None else without_heads(state)
     scoring = _scoring_state(model, state)
-    vocabularies = [head.vocabulary for head in heads_with(model.coder.heads, ReadsConcepts).values() if head.vocabulary]
+    readers = heads_having(model.coder.heads, "image_attention").values()
+    vocabularies = [head.vocabulary for head in readers if head.vocabulary]
     identity = weights_id(plain, scoring, vocabulary=vocabularies[-1].fingerprint if scoring and vocabularies else "")
     mark = {MARK: identity}
     if isinstance(model, Backbone):
@@ -307,7 +308,7 @@ def read_heads(path: Path) -> HeadSettings:
         names = settings.get("heads")
         if (vocabulary := path.parent / VOCABULARY).is_file():
             classes = required_heads_with(objective, Head) if names is None else {name: load("heads", name) for name in names}
-            readers = [name for name, head in classes.items() if isinstance(head, type) and issubclass(head, ReadsConcepts)]
+            readers = heads_having(classes, "image_attention")
             objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
         heads = None if names is None else tuple(names)
         return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1), heads)

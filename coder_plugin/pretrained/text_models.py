@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.masked_sets import mean
+from coder_plugin.masked import mean
 from coder_plugin.pretrained.device import default_device
 from coder_plugin.pretrained.export import export_files
 from coder_plugin.pretrained.hub_cache import is_on_hub

@@ -136,7 +136,8 @@ def find_objective(name: str) -> NamedObjective | None:
     table = file.objectives[name]
     if "loss" not in table:
         raise CoderError(f"{file.origin}: [objectives.{name}] has no loss")
-    return NamedObjective(name, table["loss"], table.get("options", {}), table.get("description", ""), file.origin)
+    loss = local_only({"loss": table["loss"]})["loss"]
+    return NamedObjective(name, loss, table.get("options", {}), table.get("description", ""), file.origin)
 
 
 def has_recipe(name: str) -> bool:
@@ -177,7 +178,7 @@ def _build(name: str, file: RecipeFile, heirs: tuple[str, ...]) -> Recipe:
         raise CoderError(f"{where}: recipes inherit from each other: {' -> '.join([*heirs, name])}")
     table = dict(file.recipes[name])
     base_name, description = table.pop("base", None), table.pop("description", "")
-    loss, options = table.pop("loss", None), table.pop("options", {})
+    loss, options = local_only({"loss": table.pop("loss", None)})["loss"], table.pop("options", {})
     settings = table
     if base_name is not None:
         if base_name in file.recipes and base_name != name:

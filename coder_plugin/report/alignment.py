@@ -22,8 +22,8 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.lca_loss import correspondence
-from coder_plugin.heads.capabilities import MapsContext, heads_with
+from coder_plugin.heads.capabilities import heads_having
+from coder_plugin.losses.lca import correspondence
 from coder_plugin.report.words import Word, WordReader
 
 #: What ``create_model(..., return_intermediates=LOCALS)`` must return, so that words and regions can be compared.
@@ -190,7 +190,7 @@ class Aligner:
             grid=image.grid,
             picture=image.picture,
         )
-        head = next(iter(heads_with(self.model.coder.heads, MapsContext).values()), None)
+        head = next(iter(heads_having(self.model.coder.heads, "maps").values()), None)
         if head is None:
             return alignment
         with self.encoder.autocast():

@@ -21,7 +21,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.sweep import Layout, layout_of, reweighed
-from coder_plugin.heads.capabilities import ReadsConcepts, Reweighs, Scores, heads_with
+from coder_plugin.heads.capabilities import Scores, heads_having, heads_with
 from coder_plugin.html import data_uri
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
@@ -99,7 +99,7 @@ def _sweeps(model: Evaluated) -> list[Figure]:
 def _layout(model: Evaluated) -> Layout | None:
     """How the parts of the score lie in the vectors; None if a head of another package adds a part."""
     heads = heads_with(model.encoder.model.coder.heads, Scores)
-    return layout_of(heads) if all(isinstance(head, Reweighs) for head in heads.values()) else None
+    return layout_of(heads) if all(head.block_dim is not None for head in heads.values()) else None
 
 
 def _sweep(name: str, weights: list[float], values: list[float], trained: str) -> Figure:
@@ -240,7 +240,7 @@ def _sample_items(model: Evaluated, images: int) -> list[Item]:
 def concepts(model: Evaluated, images: int, *, first: int = 6) -> list[dict[str, Any]]:
     """The concepts that sample images and their first captions attend to most (CODER)."""
     encoder = model.encoder
-    head = next(iter(heads_with(encoder.model.coder.heads, ReadsConcepts).values()), None)
+    head = next(iter(heads_having(encoder.model.coder.heads, "image_attention").values()), None)
     if head is None:
         raise CoderError("the model has no concept head")
 

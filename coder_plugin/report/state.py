@@ -16,10 +16,10 @@ from torch import Tensor
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.sweep import Layout
 from coder_plugin.functional import diversity
-from coder_plugin.functional.similarity import unit
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.charts import format_number, histogram
 from coder_plugin.report.curves import Figure
+from coder_plugin.tensors import unit
 from coder_plugin.training.run_folder import RunFolder
 
 #: Most anchors whose diversity is measured.

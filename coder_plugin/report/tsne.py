@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.similarity import unit
 from coder_plugin.report.alignment import Aligner
 from coder_plugin.report.figures import literal, new_figure
 from coder_plugin.report.words import FUNCTION_WORDS, split_words
+from coder_plugin.tensors import unit
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
+from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
@@ -34,8 +35,6 @@ from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
 from coder_plugin.evaluation.zero_shot import accuracies, check_model, read_classes, zero_shot
 from coder_plugin.following import Following, clamp_logit_scale, follow
-from coder_plugin.functional.tiled import Implementation
-from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
@@ -243,7 +242,7 @@ class Trainer:
         return f"{stamp}-{Path(self.config.model.name).stem}"
 
     def _warn_of_unmasked_terms(self) -> None:
-        unmasked = [label for label, term in self.loss.terms.items() if not term.masks_same_image]
+        unmasked = [label for label, term in self.loss.terms.items() if "same_image" not in term.supports]
         if self.config.data.captions == "all" and unmasked:
             logging.warning(
                 "--captions all: %s takes the captions of one image as negatives of each other: use --captions draw",
@@ -455,7 +454,7 @@ class Trainer:
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
-            for name, head in heads_with(self.model.coder.heads, ReadsTags).items():
+            for name, head in self.model.coder.heads.items():
                 classes = [NAMES[code] for code in head.tag_classes()]
                 if classes and not any(tagged[each] for each in classes):
                     logging.warning(

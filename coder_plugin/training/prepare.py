@@ -27,11 +27,10 @@ from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
-from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts, heads_with
+from coder_plugin.heads.capabilities import AddsTexts, heads_having, heads_with
 from coder_plugin.locations import absolute
-from coder_plugin.losses.base import Term
 from coder_plugin.model import add_heads, required_heads_with
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective, TermSpec
 from coder_plugin.options import check_options
 from coder_plugin.pretrained.build import make_model
@@ -233,7 +232,7 @@ def _with_hard_negatives(objective: Objective, config: TrainConfig, *, made: boo
     for spec in objective.terms:
         if count and not made and "hard_negatives" not in dict(spec.options):
             term = spec.build()
-            if spec.term is None and spec.source is None and isinstance(term, Term) and term.takes_negatives:
+            if spec.term is None and spec.source is None and "hard_negatives" in term.supports:
                 try:
                     options = check_options("losses", spec.name, {**dict(spec.options), "hard_negatives": True})
                     spec = replace(spec, options=options)
@@ -283,7 +282,7 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
         train_data=config.data.train,
     )
     heads = required_heads_with(objective, Head)
-    if config.loss.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
+    if config.loss.concepts and not heads_having(heads, "image_attention"):
         raise CoderError(f'--concepts: no term of --loss "{config.loss.expression}" reads concepts')
     return with_derived_options(objective, facts)
 

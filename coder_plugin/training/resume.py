@@ -166,7 +166,7 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
             f"the run was trained on {saved_options['train_data']}, and without --train-data it would go on with the built-in "
             f"scenes: repeat all flags of the run, or begin with --config {shlex.quote(str(trainer.folder / 'config.json'))}"
         )
-    objects = [term for term in trainer.objective.terms if term.term is not None]
+    objects = [term for term in trainer.objective.terms if term.is_passed]
     _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects))
     options = describe_backbone(trainer.model).get("options", {})
     saved_options = (manifest.get("backbone") or {}).get("options", {})

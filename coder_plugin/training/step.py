@@ -41,13 +41,14 @@ class _Figures:
         self.heads = {} if coder is None else heads_with(coder.heads, KeepsState)
         stashed = {} if coder is None else coder.stashed()
         flags = {name: value.detach().isfinite().logical_not().any() for name, value in stashed.items()}
-        facts = {(name, fact): value for name, head in self.heads.items() for fact, value in head.facts().items()}
-        self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(facts), ("leaving",))
-        values = [value.detach().float() for value in (*losses.values(), *flags.values(), *facts.values())]
+        heads = self.heads.items()
+        scalars = {(name, key): value for name, head in heads for key, value in head.device_scalars().items()}
+        self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(scalars), ("leaving",))
+        values = [value.detach().float() for value in (*losses.values(), *flags.values(), *scalars.values())]
         self.vector = torch.stack([*values, torch.full_like(values[0], leaving)])
 
     def split(self, numbers: Sequence[float]) -> tuple[dict[Any, float], ...]:
-        """The losses, the flags of what is not finite, the facts, and which part of the ranks leaves, by name."""
+        """The losses, the flags of what is not finite, the heads' scalars, and which part of the ranks leaves."""
         values = iter(numbers)
         return tuple({name: next(values) for name in names} for names in self.names)
 
@@ -103,9 +104,9 @@ class StepResult:
         numbers = torch.cat([*norms, *figures]).tolist()
         if norms:
             self.gradient_norm = numbers.pop(0)
-        facts: dict[tuple[str, str], float] = {}
+        scalars: dict[tuple[str, str], float] = {}
         if figures:
-            self._losses, flags, facts, leaving = self._figures.split(numbers)
+            self._losses, flags, scalars, leaving = self._figures.split(numbers)
             self.leaving = leaving["leaving"] > 0
             bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
             bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
@@ -114,8 +115,8 @@ class StepResult:
                 self._refuse(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm) and not overflow:
             self._refuse(self.explain_gradient())
-        for (name, fact), value in facts.items():
-            self._figures.heads[name].learn({fact: value})
+        for (name, key), value in scalars.items():
+            self._figures.heads[name].stash(**{key: value})
 
     def explain_gradient(self) -> str:
         """Which term, or failing that which parameters, a non-finite gradient comes from. Call it on all ranks."""

@@ -38,7 +38,7 @@ from coder_plugin.data.source import check_negatives
 from coder_plugin.data.tables import describe_bytes, detect_separator
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.positives import Positives
 
 log = logging.getLogger(__name__)
 #: A list of captions in a shard's ``json``, which replaces its ``txt`` (coder_plugin.data.shards).

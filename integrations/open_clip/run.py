@@ -18,13 +18,13 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, plugin_backbones
+from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.hard_negatives import NEGATIVES
 from coder_plugin.errors import CoderError
 from coder_plugin.following import follow
-from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
-from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
+from coder_plugin.heads.capabilities import affects_ranking
 from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
@@ -156,7 +156,7 @@ class Run:
         if ignored:
             torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for label, term in self.loss.terms.terms.items():
-            if not term.masks_same_image:
+            if "same_image" not in term.supports:
                 log.info("%s uses other captions of an image in a batch as negatives", label)
         return (self.model, *transforms)
 
@@ -169,9 +169,9 @@ class Run:
         """Take options that follow from the training data from a checkpoint: evaluation has no training data."""
         if made is None:
             return
-        then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
+        then, now = dict(Objective.from_dict(made["objective"], inference=True).heads), dict(self.objective.heads)
         for name, head in required_heads_with(self.objective, Head).items():
-            if self.config.loss.concepts and issubclass(head, ReadsConcepts):
+            if self.config.loss.concepts and hasattr(head, "image_attention"):
                 continue
             for option in head.data_options:
                 value = dict(then.get(name, ())).get(option)

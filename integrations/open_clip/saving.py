@@ -85,7 +85,7 @@ def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: 
             f"--resume {path} is no checkpoint of a run with --loss, so it has no state of heads. Start from its "
             "weights with --pretrained"
         )
-    then, objective = Objective.from_dict(made["objective"]), Objective.from_dict(now["objective"])
+    then, objective = (Objective.from_dict(each["objective"], inference=True) for each in (made, now))
     if comparable(then) != comparable(objective):
         raise CoderError(
             f'--resume {path} was trained with --loss "{then}", this run asks for "{objective}", or other options of heads: '

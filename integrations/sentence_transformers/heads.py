@@ -73,7 +73,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def save_state(model: Any, folder: Path) -> None:
     """Write all heads, for :func:`load_state`; nothing where terms or heads are objects, which a file cannot hold."""
-    if not model.coder.passed_heads and all(spec.term is None for spec in model.coder.objective.terms):
+    if not model.coder.passed_heads and not any(spec.is_passed for spec in model.coder.objective.terms):
         write_tensors(model.coder.state_dict(), folder / STATE, coder=json.dumps(head_settings(model)))
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny sizes")
     options = parser.parse_args()
     torch.manual_seed(0)
-    STAGES[options.stage](options, Results(options.stage, options, ["triton", "open_clip_torch"]))
+    STAGES[options.stage](options, Results(options.stage, options, ["open_clip_torch"]))
 
 
 @contextlib.contextmanager
@@ -139,8 +139,6 @@ def dcl_of(n: int, dim: int, options: argparse.Namespace, results: Results) -> N
         ("tiled float32", torch.float32, False, dcl, "tiled"),
         ("tiled TF32", torch.float32, True, dcl, "tiled"),
         ("tiled bfloat16", torch.bfloat16, True, dcl, "tiled"),
-        ("triton TF32", torch.float32, True, dcl, "triton"),
-        ("triton bfloat16", torch.bfloat16, True, dcl, "triton"),
         ("reference float32", torch.float32, False, dcl, "reference"),
         ("reference TF32", torch.float32, True, dcl, "reference"),
         ("compiled TF32", torch.float32, True, torch.compile(dcl, dynamic=False), "reference"),

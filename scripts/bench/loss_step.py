@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin.functional import dcl
-from coder_plugin.functional.ascl_loss import ascl_of_features
-from coder_plugin.functional.clip_loss import tiled_clip
-from coder_plugin.functional.triplet_loss import triplet_of_features
+from coder_plugin.losses.ascl import ascl_of_features
+from coder_plugin.losses.clip import clip_of_features
+from coder_plugin.losses.triplet import triplet_of_features
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
         if options.loss == "clip":
             if form == "reference":
                 raise SystemExit("the reference of clip is ClipLoss itself, with which every form is compared: --forms tiled")
-            losses[form] = with_arguments(tiled_clip, compiled, images, texts, scale, triton=form == "triton")
+            losses[form] = with_arguments(clip_of_features, compiled, images, texts, scale, implementation=form)
         elif options.loss == "ascl":
             losses[form] = with_arguments(ascl_of_features, compiled, images, texts, texts, temperature=0.05, **passed)
         else:

@@ -46,7 +46,7 @@ from coder_plugin.evaluation import recall
 from coder_plugin.heads.asymmetry import Asymmetry
 from coder_plugin.heads.base import TrainingFacts
 from coder_plugin.locations import absolute
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective
 from coder_plugin.training.prepare import with_derived_options
 

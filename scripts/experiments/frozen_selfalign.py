@@ -51,8 +51,8 @@ import coder_plugin
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings, rerank
 from coder_plugin.evaluation.rerank import MeanScore, Products
-from coder_plugin.functional.masked_sets import mean
 from coder_plugin.heads.rerankers import make_reranker, required_keys
+from coder_plugin.masked import mean
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config

@@ -239,7 +239,7 @@ def train(
                 print(f"    epoch {epoch}: shares of the gradient {gradient_shares(losses, leaves)}")
             if prototypes is not None and prototypes.centres.ready:
                 pairs = outputs["image_features"] + outputs["text_features"]
-                labels[captions] = prototypes.assign(pairs)
+                labels[captions] = prototypes.centres.assign(pairs)
             taken.step(sum(losses.values()))
             for name, value in losses.items():
                 means.setdefault(name, [[] for _ in range(options.epochs)])[epoch].append(value.item())

@@ -16,7 +16,7 @@ from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, View
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.region_encoder import RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText
-from coder_plugin.functional.masked_sets import mean, unit_channels
+from coder_plugin.masked import mean, unit_channels
 from tests.backbones import releases
 from tests.references import camera, gpo, layers, vse_infinity, vsrn
 from tests.references.layers import batch_norm, unit

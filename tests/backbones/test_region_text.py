@@ -19,11 +19,11 @@ from coder_plugin.backbones.base import OUTPUT_KEYS
 from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.masked_sets import unit_channels
-from coder_plugin.functional.similarity import cosine
-from coder_plugin.heads.tokens import Tokens
+from coder_plugin.heads.basic import Tokens
+from coder_plugin.masked import unit_channels
 from coder_plugin.pretrained.export import HEADS, export_model, load_heads
 from coder_plugin.pretrained.open import load_model
+from coder_plugin.tensors import cosine
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
 WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]

@@ -30,7 +30,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource, isolated_rng
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.capabilities import ReadsTags
+from coder_plugin.heads.base import Head
 from coder_plugin.losses.base import Term
 from coder_plugin.training.loop import Trainer
 from tests.backbones import tiny_bert
@@ -464,7 +464,7 @@ def test_spacy_in_workers_is_spacy_here(dropping):
 # whole runs
 
 
-class Reader(ReadsTags):
+class Reader(Head):
     """Tells what tags it was given."""
 
     requires = ("text", "text_tags", "text_features")

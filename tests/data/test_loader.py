@@ -25,7 +25,7 @@ from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import ItemSource, isolated_rng
 from coder_plugin.errors import CoderError
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.positives import Positives
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
 NUMBER, BATCH = 43, 5

@@ -9,8 +9,8 @@ import pytest
 
 from coder_plugin.cli import build_parser
 from coder_plugin.expression import parse_value
-from coder_plugin.negatives.generators import parse_noise
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.generators import parse_noise
+from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective
 from tests.experiments.plans import points_of
 

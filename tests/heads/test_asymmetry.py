@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coder_plugin import create_loss
 from coder_plugin.errors import CoderError
-from coder_plugin.negatives.base import Noise
+from coder_plugin.noise.base import Noise
 from tests.backbones.test_region_text import TEXTS, images, made
 from tests.test_model import EOT, KINDS, batch, configs, make  # noqa: F401
 
@@ -122,7 +122,7 @@ def test_each_text_is_encoded_as_if_it_were_alone(model_of, name):
 def test_noise_changes_the_texts_features_and_no_others(model_of, name, noise):
     model, image, text = model_of(name, "ascl + 0.1*dcl")
     head = model.coder.heads["asymmetry"]
-    from coder_plugin.negatives.generators import parse_noise
+    from coder_plugin.noise.generators import parse_noise
 
     head.noise = parse_noise(noise)
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def test_noise_changes_the_texts_features_and_no_others(model_of, name, noise):
 @pytest.mark.parametrize("name", ["vit", "region-bert", "region-bigru"])
 def test_a_text_that_its_noise_cannot_change_is_no_negative(model_of, name):
     """Captions of one word, shuffled: as negatives of their own images they would fight the positives to log 2."""
-    from coder_plugin.negatives.generators import parse_noise
+    from coder_plugin.noise.generators import parse_noise
 
     model, image, text = model_of(name)
     model.coder.heads["asymmetry"].noise = parse_noise("shuffle")

@@ -12,27 +12,23 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head, TrainingFacts
 from coder_plugin.heads.capabilities import (
     AddsTexts,
-    EncodesNegatives,
     FollowsModel,
     KeepsState,
-    MapsContext,
-    ReadsConcepts,
-    ReadsTags,
     Reranks,
-    Reweighs,
     Scores,
     affects_ranking,
+    heads_having,
     heads_with,
 )
 
 CAPABILITIES = {
-    "alignment": {KeepsState, ReadsTags},
+    "alignment": {KeepsState},
     "asymmetry": {AddsTexts},
     "captioner": set(),
-    "concepts": {KeepsState, ReadsConcepts, Reweighs, Scores},
-    "contexts": {MapsContext, Reweighs, Scores},
+    "concepts": {KeepsState, Scores},
+    "contexts": {Scores},
     "fusion": {Reranks},
-    "hard_negatives": {EncodesNegatives},
+    "hard_negatives": set(),
     "ids": set(),
     "momentum": {FollowsModel, KeepsState},
     "progress": {KeepsState},
@@ -41,7 +37,7 @@ CAPABILITIES = {
     "tokens": set(),
     "views": set(),
 }
-ALL = (AddsTexts, EncodesNegatives, FollowsModel, KeepsState, MapsContext, ReadsConcepts, ReadsTags, Reranks, Reweighs, Scores)
+ALL = (AddsTexts, FollowsModel, KeepsState, Reranks, Scores)
 
 
 def ours():
@@ -52,12 +48,32 @@ def test_what_each_head_can_do():
     found = {name: {each for each in ALL if issubclass(head, each)} for name, head in ours().items()}
     assert found == CAPABILITIES
     assert {name for name, head in ours().items() if affects_ranking(head)} == {"concepts", "contexts", "fusion"}
+    assert list(heads_having(ours(), "image_attention")) == list(heads_having(ours(), "text_attention")) == ["concepts"]
+    assert list(heads_having(ours(), "maps")) == ["contexts"]
 
 
 def test_heads_are_asked_for_by_capability():
     model = coder_plugin.create_model("coder-tiny", loss="coder")
     assert list(heads_with(model.coder.heads, Scores)) == ["concepts"]
     assert list(heads_with(model.coder.heads, KeepsState)) == ["momentum", "concepts", "prototypes"]
+    heads = model.coder.heads
+    assert [name for name, head in heads.items() if head.cacheable] == ["momentum"]
+    assert not any((model.coder.reads_negatives, model.coder.encodes_negatives, model.coder.reads_tags))
+
+
+def test_a_later_stash_of_the_same_name_replaces_the_earlier_one():
+    written = []
+
+    class Notes(KeepsState):
+        def write(self, **values):
+            written.append(values)
+
+    head = Notes()
+    head.stash(a=1, b=2)
+    head.stash(b=3, c=4)
+    head.post_step()
+    head.post_step()
+    assert written == [{"a": 1, "b": 3, "c": 4}]
 
 
 def test_no_head_is_asked_for_by_name():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.basic import Views
 from coder_plugin.heads.captioner import Captioner
-from coder_plugin.heads.views import Views
 from coder_plugin.losses.caption import Caption
 from coder_plugin.losses.view_diversity import ViewDiversity
 from tests import gloo
@@ -172,7 +172,7 @@ def test_dropout_is_for_training():
 @pytest.mark.parametrize(
     ("widths", "options", "message"),
     [
-        (BackboneInfo(embed_dim=4, image_tokens=4), {}, "does not tell its size"),
+        (BackboneInfo(embed_dim=4, image_tokens=4), {}, "does not report its size"),
         (WIDTHS, {"hidden": 0}, "hidden and word_dim must be >= 1"),
         (WIDTHS, {"word_dim": 0}, "hidden and word_dim must be >= 1"),
         (WIDTHS, {"dropout": 1.0}, r"dropout in \[0, 1\)"),

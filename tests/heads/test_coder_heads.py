@@ -9,8 +9,8 @@ from torch.nn.functional import cosine_similarity, leaky_relu, normalize
 
 import coder_plugin
 from coder_plugin.backbones.gpo import GPO
+from coder_plugin.concepts.graph import concept_embedding, concept_graph
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.concepts import Vocabulary
-from coder_plugin.functional import concept_graph
+from coder_plugin.concepts.graph import concept_graph
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional.fusion import Attention
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
+from coder_plugin.heads.fusion_scores import Attention
 from coder_plugin.heads.token_scorer import TokenScorer
 from tests import fresh
 from tests.references import fusion as reference
@@ -96,7 +96,7 @@ def test_every_set_of_texts_that_is_there_has_its_scores():
         alone |= {"text_contexts": given[f"{name}_contexts"], "text_context_mask": given[f"{name}_context_mask"]}
         torch.testing.assert_close(got[key], head(**alone)["coder_fusion"])
     assert set(head(**batch())) == {"coder_fusion"}
-    assert {f"{name}_{what}" for name in names[1:] for what in ("contexts", "context_mask")} < set(head.uses)
+    assert {f"{name}_{what}" for name in names[1:] for what in ("contexts", "context_mask")} < set(head.optional)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 import coder_plugin
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import maxsim
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
-from coder_plugin.heads.maxsim import MaxSim
+from coder_plugin.heads.maxsim import MaxSim, maxsim
 from coder_plugin.heads.rerankers import make_reranker, parse_reranker, required_keys
 from coder_plugin.pretrained.encode import _to_half
 
@@ -122,7 +121,7 @@ def test_a_class_that_does_not_rerank_is_refused():
     registry.register("rerankers", "plain", BackboneInfo)
     try:
         assert parse_reranker("plain").name == "plain"
-        with pytest.raises(CoderError, match="is no subclass of coder_plugin.heads.capabilities.Reranks"):
+        with pytest.raises(CoderError, match="is not a subclass of coder_plugin.heads.capabilities.Reranks"):
             make_reranker("plain", SIZES)
     finally:
         registry.unregister("rerankers", "plain")
@@ -135,7 +134,7 @@ def test_required_options_are_asked_for():
 
     registry.register("rerankers", "named", Named)
     try:
-        with pytest.raises(CoderError, match="--reranker named: it needs table=…"):
+        with pytest.raises(CoderError, match="--reranker named: missing required option table=…"):
             make_reranker("named", SIZES)
         assert not make_reranker("named(table=x)", SIZES).training
     finally:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.progress import Progress
+from coder_plugin.heads.basic import Progress
 
 SIZES = BackboneInfo(embed_dim=2)
 
@@ -58,7 +58,7 @@ def test_steps_from_the_data():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({}, "steps_per_epoch must be given"), ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1, got 0")],
+    [({}, "missing required option steps_per_epoch"), ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1, got 0")],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -32,7 +32,7 @@ def test_the_pairs_are_clustered_after_every_so_many_and_the_state_goes_on_bit_f
     for step in range(8):
         samples = pairs(15, blobs, step)
         ready = bool(head.centres.ready)
-        head.write(samples, head.assign(samples))
+        head.write(samples, head.centres.assign(samples))
         if bool(head.centres.ready) != ready or head.replaced_rows:
             clustered.append(int(head.passed))
         for parameter, rows in head.take_replaced_rows():
@@ -40,7 +40,7 @@ def test_the_pairs_are_clustered_after_every_so_many_and_the_state_goes_on_bit_f
         if step == 3:
             other.load_state_dict(head.state_dict())
         elif step > 3:
-            other.write(samples, other.assign(samples))
+            other.write(samples, other.centres.assign(samples))
     assert clustered == [45, 90, 120], "the first step at or after 40, 80 and 120 pairs"
     assert (head.recent.float() @ head.centres.centres.T).amax(1).mean() > 0.95
     assert head.centres.counts.sum() == 40, "the last 40 pairs, not all 120"
@@ -50,7 +50,7 @@ def test_the_pairs_are_clustered_after_every_so_many_and_the_state_goes_on_bit_f
 def test_a_batch_larger_than_what_is_kept_keeps_its_last_pairs():
     head = Prototypes(SIZES, clusters=2, recluster=4)
     samples = normalize(torch.randn(7, 6, generator=torch.Generator().manual_seed(0)), dim=1)
-    head.write(samples, head.assign(samples))
+    head.write(samples, head.centres.assign(samples))
     kept = head.recent.float()
     torch.testing.assert_close(kept[[3, 0, 1, 2]], samples[3:], rtol=1e-3, atol=1e-3)
 
@@ -65,21 +65,21 @@ def test_pairs_that_are_not_finite_are_left_out_of_what_is_kept_and_clustered():
     assert all(bool(value.isfinite().all()) for value in head.state_dict().values())
 
 
-def test_the_first_clustering_starts_all_rows_anew_and_a_later_one_those_of_new_clusters():
+def test_the_first_clustering_reinitialises_all_rows_and_a_later_one_those_of_new_clusters():
     blobs = torch.eye(6)[:3]
     head = Prototypes(SIZES, clusters=3, recluster=30)
     first = head.classifier.weight.detach().clone()
     samples = pairs(30, blobs, 0)
-    head.write(samples, head.assign(samples))
+    head.write(samples, head.centres.assign(samples))
     second = head.classifier.weight.detach().clone()
     assert not (first == second).any(1).any() and second.abs().max() <= 6**-0.5
     [(_, rows)] = head.take_replaced_rows()
     assert rows.all() and head.take_replaced_rows() == []
     # the next 30 pairs lie elsewhere but for one blob: its id and row stay
-    labels = head.assign(blobs)
-    head.centres.centres[labels[1]] = -torch.ones(6) / 6**0.5  # nobody is near
+    labels = head.centres.assign(blobs)
+    head.centres.centres[labels[1]] = -torch.ones(6) / 6**0.5  # no pair is near
     samples = pairs(30, blobs, 1)
-    head.write(samples, head.assign(samples))
+    head.write(samples, head.centres.assign(samples))
     [(_, rows)] = head.take_replaced_rows()
     assert rows.tolist() == [k == int(labels[1]) for k in range(3)]
     changed = (head.classifier.weight != second).any(1)
@@ -87,14 +87,30 @@ def test_the_first_clustering_starts_all_rows_anew_and_a_later_one_those_of_new_
     assert int(head.restarted) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_labels_are_the_nearest_centres_of_the_pairs(dtype):
+    torch.manual_seed(0)
+    head = Prototypes(SIZES, clusters=3, recluster=30)
+    images, texts, *concepts = torch.randn(4, 9, 6).to(dtype)
+    images.requires_grad_()
+    assert head(*concepts, images, texts)["coder_prototype_labels"].tolist() == [0] * 9
+    samples = pairs(30, torch.eye(6)[:3], 0)
+    head.write(samples, head.centres.assign(samples))
+    with torch.autocast("cpu", torch.bfloat16):
+        labels = head(*concepts, images, texts)["coder_prototype_labels"]
+    sums, centres = images.detach().double() + texts.double(), head.centres.centres.double()
+    want = [max(range(3), key=lambda k: float(each @ centres[k])) for each in sums]  # noqa: B023
+    assert labels.tolist() == want and labels.dtype == torch.int64 and len(set(want)) > 1
+
+
 def test_the_log_counts_labels_that_the_clustering_changed():
     blobs = torch.eye(6)[:3]
     head = Prototypes(SIZES, clusters=3, recluster=30)
     samples = pairs(30, blobs, 0)
-    head.write(samples, head.assign(samples))
+    head.write(samples, head.centres.assign(samples))
     assert head.health()["changed"] == 0.0, "there were no labels before"
     samples = pairs(30, blobs, 1)
-    labels = head.assign(samples)
+    labels = head.centres.assign(samples)
     wrong = labels.clone()
     wrong[:6] = (wrong[:6] + 1) % 3  # six labels that the clustering will contradict
     head.centres.update = lambda *_, **__: None  # type: ignore[method-assign]
@@ -105,10 +121,11 @@ def test_the_log_counts_labels_that_the_clustering_changed():
 def test_the_scale_multiplies_the_logits():
     one, other = Prototypes(SIZES, clusters=3), Prototypes(SIZES, clusters=3, scale=10.0)
     other.load_state_dict(one.state_dict())
-    images, texts = torch.randn(2, 6), torch.randn(2, 6)
-    for key in one.provides:
-        torch.testing.assert_close(other(images, texts)[key], 10 * one(images, texts)[key])
-    torch.testing.assert_close(one(images, texts)["coder_text_logits"], texts @ one.classifier.weight.T)
+    images, texts, *features = torch.randn(4, 2, 6)
+    got, want = other(images, texts, *features), one(images, texts, *features)
+    for key in ("coder_image_logits", "coder_text_logits"):
+        torch.testing.assert_close(got[key], 10 * want[key])
+    torch.testing.assert_close(want["coder_text_logits"], texts @ one.classifier.weight.T)
     with pytest.raises(ValueError, match="scale must be > 0"):
         Prototypes(SIZES, clusters=3, scale=0.0)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.masked_sets import without_start
-from coder_plugin.functional.similarity import cosine
+from coder_plugin.masked import without_start
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import load_model
+from coder_plugin.tensors import cosine
 from coder_plugin.training.prepare import freeze_unread
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert

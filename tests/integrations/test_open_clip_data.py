@@ -46,7 +46,7 @@ from coder_plugin.integrations.open_clip.data import (
     unpack,
 )
 from coder_plugin.integrations.open_clip.overrides import overridden
-from coder_plugin.negatives.positives import Positives
+from coder_plugin.noise.positives import Positives
 
 pytestmark = pytest.mark.skipif(
     not open_clip.__version__.startswith("3.3."), reason="batches are packed for open_clip 3.3 alone"

@@ -30,7 +30,7 @@ def main(shards, *flags):
     from open_clip_train import data, params
     from coder_plugin.integrations.open_clip import adapted
     from coder_plugin.integrations.open_clip.data import Extras, reading
-    from coder_plugin.negatives.positives import Positives
+    from coder_plugin.noise.positives import Positives
 
     tokenizer = open_clip.SimpleTokenizer()
     given = ["--train-data", shards, "--val-data", shards, "--train-num-samples", "8", "--batch-size", "4", "--workers", "1"]

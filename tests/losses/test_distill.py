@@ -1,9 +1,10 @@
-"""Distillation: a slow reference, open_clip's own class, gradients, and what is refused."""
+"""Distillation: a slow reference, open_clip's own class, derivatives, what is refused, and the term on two ranks."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,21 +13,21 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import create_loss, create_model
-from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import distill
 from coder_plugin.losses.distill import Distill
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
-from coder_plugin.resolver import resolve
+from tests.losses.checks import compiles, raises_halves, ranks_equal_one_process
+from tests.losses.drawn import drawing, make_loss, second_order, transforms
 from tests.references import distill as reference
 
-KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 NAMES = ("image_features", "text_features", "teacher_image_features", "teacher_text_features")
+SIMILARITY = {"kind": "similarity", "logit_scale": 3.0, "teacher_logit_scale": 2.0}
 
 
 def features(n: int = 7, d: int = 6, e: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(n)
+    generator = drawing(n)
     drawn = [torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (d, d, e, e)]
     return {name: normalize(each, dim=1).to(dtype) for name, each in zip(NAMES, drawn, strict=True)}
 
@@ -39,17 +40,13 @@ def outputs(given: dict[str, Tensor], scale: float = 8.0, teacher_scale: float =
     return {**keys, **scales, "coder_teacher_logit_scale": torch.full((n,), teacher_scale, dtype=dtype)}
 
 
-def make(expression: str, *, local_loss: bool = False) -> CoderLoss:
-    objective = replace(Objective.parse(expression), local_loss=local_loss)
-    return CoderLoss(objective, resolve(objective, KEYS).bindings, {})
-
-
 @pytest.mark.parametrize("local_loss", [False, True])
 def test_features_by_the_slow_reference(local_loss: bool) -> None:
     given = features()
     want = reference.of_features(*(given[name].tolist() for name in NAMES))
     assert float(distill(**given)) == pytest.approx(want, rel=1e-12)
-    assert float(make("distill", local_loss=local_loss)(**outputs(given))["distill_loss"]) == pytest.approx(want, rel=1e-12)
+    value = make_loss("distill", local_loss=local_loss)(**outputs(given))["distill_loss"]
+    assert float(value) == pytest.approx(want, rel=1e-12)
     cosines = [(given[name] * given[f"teacher_{name}"]).sum(1).mean() for name in NAMES[:2]]
     assert float(distill(**given)) == pytest.approx(float(4 - 2 * sum(cosines)), rel=1e-12)  # of unit vectors
     assert float(distill(**{**given, **{f"teacher_{name}": given[name] for name in NAMES[:2]}})) == 0
@@ -61,8 +58,8 @@ def test_similarity_by_the_slow_reference(e: int, local_loss: bool) -> None:
     """Also of a teacher of another width; each with its own scale, or both at one temperature."""
     given = features(e=e)
     rows = [given[name].tolist() for name in NAMES]
-    for expression, scales in (("distill(kind=similarity)", (8.0, 5.0)), ("distill(kind=similarity,temperature=0.5)", (2, 2))):
-        value = make(expression, local_loss=local_loss)(**outputs(given))["distill_loss"]
+    for options, scales in (("", (8.0, 5.0)), (",temperature=0.5", (2, 2))):
+        value = make_loss(f"distill(kind=similarity{options})", local_loss=local_loss)(**outputs(given))["distill_loss"]
         assert float(value) == pytest.approx(reference.of_similarity(*rows, *scales), rel=1e-12)
     assert reference.of_similarity(*rows, 8.0, 5.0) != pytest.approx(reference.of_similarity(*rows, 5.0, 8.0), rel=1e-3)
 
@@ -72,7 +69,7 @@ def test_similarity_is_open_clips_own_distillation() -> None:
     student = {name: given[name].clone().requires_grad_() for name in NAMES[:2]}
     theirs = {name: given[name].clone().requires_grad_() for name in NAMES[:2]}
     scale, their_scale = (torch.tensor(8.0, requires_grad=True) for _ in range(2))
-    ours = make("clip + distill(kind=similarity)")(**{**outputs(given), **student, "logit_scale": scale})
+    ours = make_loss("clip + distill(kind=similarity)")(**{**outputs(given), **student, "logit_scale": scale})
     want = DistillClipLoss()(
         **theirs,
         logit_scale=their_scale,
@@ -100,7 +97,10 @@ def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
         return distill(images, texts, given["teacher_image_features"], given["teacher_text_features"], **options)
 
     student = given["image_features"], given["text_features"]
-    assert torch.autograd.gradcheck(value, student)
+    second_order(value, *student)
+    transforms(value, *student)
+    plain = {key: each.detach() for key, each in options.items() if isinstance(each, Tensor)} | {"kind": kind}
+    compiles(lambda *x: distill(*x, given[NAMES[2]].detach(), given[NAMES[3]].detach(), **plain), *student)
     value(*student).backward()
     assert [value.grad is None for value in given.values()] == [False, False, True, True]
     assert [scale.grad is None for scale in scales] == [kind == "features", True]
@@ -108,7 +108,7 @@ def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
 
 def test_anchors_are_a_part_of_the_rows() -> None:
     given = features()
-    for options in ({}, {"kind": "similarity", "logit_scale": 3.0, "teacher_logit_scale": 2.0}):
+    for options in ({}, SIMILARITY):
         parts = [distill(**given, anchors=slice(start, stop), **options) for start, stop in ((0, 3), (3, 7))]
         assert float(3 * parts[0] + 4 * parts[1]) == pytest.approx(7 * float(distill(**given, **options)), rel=1e-12)
         assert float(parts[0]) != pytest.approx(float(parts[1]), rel=1e-3)
@@ -119,14 +119,14 @@ def test_anchors_are_a_part_of_the_rows() -> None:
     [
         ({"kind": "logits"}, "kind must be 'features' or 'similarity', got 'logits'"),
         ({"teacher_text_features": torch.ones(7, 3)}, r"must have one shape \[n, d\]"),
-        ({"teacher_image_features": torch.ones(7, 3), "teacher_text_features": torch.ones(7, 3)}, "take kind='similarity'"),
+        (dict.fromkeys(NAMES[2:], torch.ones(7, 3)), "take kind='similarity'"),
         ({"kind": "similarity", "logit_scale": 2.0}, "needs logit_scale and teacher_logit_scale"),
-        ({"kind": "similarity", "logit_scale": 2.0, "teacher_logit_scale": 2.0,
-          "teacher_image_features": torch.ones(3, 3), "teacher_text_features": torch.ones(3, 3)}, "7 pairs of the student, 3"),
+        ({**SIMILARITY, **dict.fromkeys(NAMES[2:], torch.ones(3, 3))}, "7 pairs of the student, 3"),
+        ({"image_features": torch.full((7, 6), 1e30)}, "image_features holds values"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, CoderError), match=message):
         distill(**{**features(), **change})
 
 
@@ -135,9 +135,9 @@ def test_bad_input(change: dict, message: str) -> None:
     [
         ("distill(kind=logits)", "option kind=logits must be features or similarity"),
         ("distill(kind=similarity,temperature=0)", "temperature must be > 0"),
-        ("distill(temperature=0.1)", "temperature is of kind='similarity'"),
+        ("distill(temperature=0.1)", "temperature applies only to kind='similarity'"),
         ("distill(teacher=7)", "teacher"),
-        ("distill(teacher=base) + distill(teacher=other,kind=similarity)", "another term needs base: a loss can have one"),
+        ("distill(teacher=base) + distill(teacher=other,kind=similarity)", "another term needs base"),
     ],
 )
 def test_bad_options(expression: str, message: str) -> None:
@@ -151,7 +151,8 @@ def test_an_objective_says_what_it_distills_from(tiny_model: str) -> None:
     assert Objective.from_dict(objective.to_dict()) == objective
     assert list(inspect.signature(Distill).parameters) == ["kind", "teacher", "temperature"]
     model = create_model(tiny_model, loss=objective)
-    assert create_loss([(2.0, Distill(kind="similarity")), "clip"], model=model).objective.labels() == ["distill", "clip"]
+    loss = create_loss([(2.0, Distill(kind="similarity")), "clip"], model=model)
+    assert loss.objective.labels() == ["distill", "clip"]
     with pytest.raises(CoderError, match="made with distill.teacher='base'., and the loss asks for 'other'"):
         create_loss("distill(teacher=other)", model=model)
     text = "ViT-B-32/laion2b_s34b_b79k"
@@ -162,7 +163,58 @@ def test_an_objective_says_what_it_distills_from(tiny_model: str) -> None:
 def test_in_a_ring_only_features(expression: str, tiny_model: str) -> None:
     model = create_model(tiny_model, loss=expression)
     if "similarity" in expression:
-        with pytest.raises(CoderError, match="cannot pass blocks around"):
+        with pytest.raises(CoderError, match="does not support gather='ring'"):
             create_loss(expression, model=model, gather="ring")
     else:
         assert create_loss(expression, model=model, gather="ring").terms["distill"].ring
+
+
+def test_by_hand() -> None:
+    """Two pairs, whose first image is (1, 0) of the student and (0.6, 0.8) of the teacher."""
+    eye, teacher = torch.eye(2, dtype=torch.float64), torch.tensor([[0.6, 0.8], [0.0, 1.0]], dtype=torch.float64)
+    assert float(distill(eye, eye, teacher, eye)) == pytest.approx((0.4**2 + 0.8**2) / 2)
+    p = 1 / (1 + math.exp(-2.0))
+    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)  # of the same features the teacher's own
+    scales = {"logit_scale": 2.0, "teacher_logit_scale": 2.0}
+    assert float(distill(eye, eye, eye, eye, kind="similarity", **scales)) == pytest.approx(entropy)
+
+
+@pytest.mark.parametrize("options", [{}, SIMILARITY], ids=str)
+def test_half_types_are_raised_and_autocast_changes_nothing(options: dict[str, Any]) -> None:
+    raises_halves(lambda *x: distill(*x, **options), *features(n=5).values())
+
+
+@pytest.mark.parametrize("options", [{}, SIMILARITY], ids=str)
+def test_degenerate_batches_stay_finite(options: dict[str, Any]) -> None:
+    one, given = features(n=1), features()
+    same = {name: given["image_features"][:1].expand(7, 6) for name in NAMES}
+    opposite = {**given, "text_features": -given["image_features"]}
+    for case in (one, same, {name: each * 0 for name, each in given.items()}, opposite):
+        leaves = {name: each.clone().requires_grad_() for name, each in case.items()}
+        value = distill(**leaves, **options)
+        gradients = torch.autograd.grad(value, [leaves[name] for name in NAMES[:2]])
+        assert value.isfinite() and all(each.isfinite().all() for each in gradients)
+    with pytest.raises(ValueError, match="hold no pair"):
+        distill(**{name: each[:0] for name, each in given.items()}, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature must be > 0"):
+        Distill(kind="similarity", temperature=temperature)
+    with pytest.raises(ValueError, match="kind must be 'features' or 'similarity', got 'logits'"):
+        Distill(kind="logits")  # type: ignore[arg-type]
+
+
+def joint() -> dict[str, Tensor]:
+    keys = outputs(features(n=12))
+    learned = ("image_features", "text_features", "logit_scale")
+    return {key: each.requires_grad_(key in learned) for key, each in keys.items()}
+
+
+EXPRESSIONS = ("distill", "distill(kind=similarity)", "distill(kind=similarity,temperature=0.3)")
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_two_ranks_equal_one_process_with_the_joint_batch(expression: str) -> None:
+    ranks_equal_one_process(joint, EXPRESSIONS, expression)

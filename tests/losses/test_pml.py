@@ -139,7 +139,7 @@ def test_in_a_loss_expression(tiny_model: str) -> None:
         ("pml.NTXentLos", "no loss 'NTXentLos'; did you mean 'NTXentLoss'"),
         ("pml.NTXentLoss(mu=1)", "column 16: .*no option 'mu'; it has: temperature, pairs"),
         ("pml.NTXentLoss(pairs=text)", "pairs=text must be all or image-text"),
-        ("pml.RankedListLoss", "must be given margin=…, Tn=…"),
+        ("pml.RankedListLoss", "missing required option margin=…, Tn=…"),
         ("pml.ArcFaceLoss", "ArcFaceLoss cannot be a term: it owns parameters.* take a loss of pairs"),
         ("pml.ManifoldLoss(l=8)", "ManifoldLoss cannot be a term: it owns parameters"),
         ("pml.TupletMarginLoss(margin=wide)", "refuses them: .*Error: "),

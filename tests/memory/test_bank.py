@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 from coder_plugin import CoderError, memory
-from coder_plugin.functional import m_dcl, tiled
+from coder_plugin.contrast import products
+from coder_plugin.functional import m_dcl
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.moments import Moments
 from tests import gloo
@@ -239,7 +240,7 @@ def test_a_large_bank_is_written_and_read_by_chunks(monkeypatch):
     """
     monkeypatch.setattr(memory.bank, "CHUNK", 64)
     monkeypatch.setattr(memory.moments, "CHUNK", 64)
-    monkeypatch.setattr(tiled, "TILE_ON_CPU", 1 << 14)
+    monkeypatch.setattr(products, "TILE_ON_CPU", 1 << 14)
     dim, n, peaks = 64, 32, {}
     for size in (2048, 8192):
         bank = CoupledBank(size, dim, dtype="float16")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
-from coder_plugin.functional.tiled import add_rows
 from coder_plugin.memory import kmeans
 from coder_plugin.memory.kmeans import OnlineKMeans
+from coder_plugin.tensors import add_rows
 from tests import gloo
 from tests.operations import Operations
 from tests.references.kmeans import KMeans

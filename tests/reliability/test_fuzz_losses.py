@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coder_plugin import create_loss, create_model, functional
+from coder_plugin import create_loss, create_model, functional, masked, tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import masked_sets, similarity
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from tests.backbones import test_region_text as regions
@@ -268,13 +267,13 @@ def test_every_function_is_there() -> None:
 def test_vectors_without_a_direction(dtype: torch.dtype) -> None:
     """They stay zero and get no gradient; others are what ``normalize`` gives, to the last bit."""
     x = torch.tensor([[0.0, 0.0], [1e-13, 0.0], [3.0, 4.0], [1e-3, -2e5]], dtype=dtype, requires_grad=True)
-    unit = similarity.unit(x)
+    unit = tensors.unit(x)
     assert torch.equal(unit[2:], torch.nn.functional.normalize(x[2:], dim=-1)) and not unit[:2].any()
     (unit * torch.arange(8, dtype=dtype).view(4, 2)).sum().backward()
     assert x.grad is not None and not x.grad[:2].any() and x.grad[2:].all() and x.grad.abs().max() < 10
     mask = torch.tensor([[False, False], [True, False]])
     tokens = torch.ones(2, 2, 3, dtype=dtype, requires_grad=True)
-    means, channels = masked_sets.mean(tokens, mask), masked_sets.unit_channels(tokens, mask)
+    means, channels = masked.mean(tokens, mask), masked.unit_channels(tokens, mask)
     assert means.tolist() == [[0.0] * 3, [1.0] * 3] and not channels[0].any() and channels[1, 0].tolist() == [1.0] * 3
     (means.sum() + channels.sum()).backward()
     assert tokens.grad is not None and tokens.grad.isfinite().all() and not tokens.grad[0].any()

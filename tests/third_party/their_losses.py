@@ -56,7 +56,7 @@ class Theirs(Term):
 
     def forward(self, image_features: Tensor, text_features: Tensor, coder_their_texts: Tensor) -> Tensor:
         images, texts = gather(image_features), gather(text_features)  # [N, D]
-        bank = self.heads["their_bank"]
+        bank = self.provider("coder_their_texts")
         bank.stash(texts=gather(coder_their_texts))
         unfilled = torch.arange(len(bank.texts), device=images.device) >= bank.count
         memory = (images @ bank.texts.to(images).T).masked_fill(unfilled, -torch.inf)  # [N, Q]

@@ -29,7 +29,7 @@ def test_collectives_of_a_step(tmp_path, tiny_model, loss, number) -> None:
 @pytest.mark.parametrize(("loss", "number"), [("coder", 9), ("dcl + clip", 3)])
 def test_collectives_of_a_step_with_a_large_batch(tmp_path, tiny_model, monkeypatch, loss, number) -> None:
     """Each of dcl, m_dcl and concept_dcl gathers its largest weights once, and those over the banks once."""
-    monkeypatch.setattr("coder_plugin.functional.diversity_weights.SMALL_BATCH", 0)
+    monkeypatch.setattr("coder_plugin.contrast.pairs.SMALL_MATRIX", 0)
     endings = forked.run(lambda folder: collectives.train(folder, tiny_model, loss), tmp_path)
     assert [ending.status for ending in endings] == [0, 0], endings
     for step in json.loads((tmp_path / "collectives0.json").read_text()):

@@ -240,9 +240,9 @@ def test_blocks_are_counted_from_one_whoever_reads_them(make) -> None:
 
 
 def test_keys_that_no_model_or_not_this_one_has(make) -> None:
-    with pytest.raises(CoderError, match="return_intermediates: image_locales is no key known, which gives: image_context_ma"):
+    with pytest.raises(CoderError, match="return_intermediates: unknown key image_locales; it gives: image_context_ma"):
         make(return_intermediates=["image_locales"])
-    with pytest.raises(CoderError, match="return_intermediates: image_views is no key of this model, which gives: image_con"):
+    with pytest.raises(CoderError, match="return_intermediates: this model does not give image_views; it gives: image_con"):
         make(return_intermediates=["image_views", "image_locals"])
 
 

@@ -500,7 +500,7 @@ def test_diversity_of_views_needs_views(bert, name):
 def test_the_context_stage_is_the_models_own(bert):
     with pytest.raises(CoderError, match="region-bert has a context stage of its own: context_blocks"):
         create_model("region-bert", loss="dcl", context_blocks=2, **options("region-bert", bert))
-    with pytest.raises(CoderError, match="return_intermediates: image_views is no key of this model"):
+    with pytest.raises(CoderError, match="return_intermediates: this model does not give image_views"):
         create_model("region-bert", loss="dcl", return_intermediates=["image_views"], **options("region-bert", bert))
     given = options("region-bert-camera", bert)
     views = create_model("region-bert-camera", loss="dcl", return_intermediates=["image_views"], **given)

@@ -43,7 +43,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --loss 'dcl + '", ['loss "dcl + "', "a loss or an objective is missing after '+'"]),
     ("train --loss ''", ["--loss is empty"]),
     ("train --loss '3*dlc'", ["column 3", "unknown loss or objective 'dlc'", "did you mean 'dcl'?"]),
-    ("train --loss 'clip + 0.5*spread'", ["column 12", "in that process only", "an entry point", "docs/plugins.md"]),
+    ("train --loss 'clip + 0.5*spread'", ["column 12", "is known in that process", "an entry point", "docs/plugins.md"]),
     ("train --loss 'dcl + + clip'", ["column 7", "expected a loss or an objective, found '+'"]),
     ("train --loss 'dcl(mu='", ["column 8", "a value is missing after '='"]),
     ("train --loss 'dcl(mu=0.1'", ["column 11", "',' or ')' is missing after '0.1'"]),

@@ -31,6 +31,7 @@ def random():
     """Random heads, wide enough for scores and boxes that differ."""
     made = detector()
     generator = torch.Generator().manual_seed(3)
+    made.model.roi_heads.box_head.fc6.weight.mul_(1e2)  # random towers give all regions nearly the same features
     predictor = made.model.roi_heads.box_predictor
     predictor.cls_score.weight.copy_(torch.randn(predictor.cls_score.weight.shape, generator=generator) * 0.5)
     predictor.bbox_pred.weight.copy_(torch.randn(predictor.bbox_pred.weight.shape, generator=generator) * 0.05)

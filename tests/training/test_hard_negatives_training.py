@@ -177,8 +177,6 @@ def test_mistakes_are_named(config, data, tmp_path):
         HardNegatives(1).check(open_csv(str(faulty), csv_negatives_key="negatives"))
     with pytest.raises(CoderError, match="--negatives-file without --hard-negatives"):
         Trainer.from_config(config(negatives_file=data["negatives.tsv"], hard_negatives=0))
-    with pytest.raises(CoderError, match="not with hard_negatives=true"):
-        Trainer.from_config(config(gather="ring", loss="dcl"))
 
 
 def test_a_batch_of_one_pair_has_negatives_of_its_own(caplog):

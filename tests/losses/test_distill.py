@@ -153,7 +153,7 @@ def test_an_objective_says_what_it_distills_from(tiny_model: str) -> None:
     model = create_model(tiny_model, loss=objective)
     loss = create_loss([(2.0, Distill(kind="similarity")), "clip"], model=model)
     assert loss.objective.labels() == ["distill", "clip"]
-    with pytest.raises(CoderError, match="made with distill.teacher='base'., and the loss asks for 'other'"):
+    with pytest.raises(CoderError, match="created with distill.teacher='base'., and the loss asks for 'other'"):
         create_loss("distill(teacher=other)", model=model)
     text = "ViT-B-32/laion2b_s34b_b79k"
     assert dict(Objective.parse(f"distill(teacher={text})").terms[0].options) == {"teacher": text}

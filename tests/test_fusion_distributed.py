@@ -72,7 +72,7 @@ def objective(scores: dict[str, Tensor], first: int) -> Tensor:
 def on_a_rank() -> dict[str, Any]:
     rank = distributed.rank()
     model = DistributedDataParallel(Model())
-    for _ in range(2):  # DDP tells of unused parameters at the second step
+    for _ in range(2):  # DDP reports unused parameters at the second step
         model.zero_grad()
         scores = model(batches()[rank])
         objective(scores, rank * PAIRS).backward()

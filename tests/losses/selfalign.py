@@ -134,7 +134,7 @@ def step(loss: Loss, local_loss: bool, ranks: int) -> dict[str, Any]:
     batch = share(batch, distributed.rank()) if several else batch
     # its buffers are not broadcast: each rank must compute the same statistics
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if several else model
-    for _ in range(2):  # DDP tells of unused parameters at the second step
+    for _ in range(2):  # DDP reports unused parameters at the second step
         model.zero_grad()
         losses = model.loss()(**wrapped(batch))
         sum(losses.values()).backward()  # type: ignore[union-attr]

@@ -117,7 +117,7 @@ def test_finite_gradients_at_zero_vectors_and_single_pairs(dtype: torch.dtype, k
 @pytest.mark.parametrize("count", [3, 512])
 @pytest.mark.parametrize("fill", [1e6, math.inf, math.nan])
 def test_padding_counts_nowhere(fill: float, count: int) -> None:
-    """Neither what it holds nor how much there is of it, in value and gradient."""
+    """Padding changes neither the value nor the gradient, whatever and however much it holds."""
 
     def run(context: Tensor, local: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss = lambda c, x: cra(c, x, mask, hard_negatives=count)  # noqa: E731

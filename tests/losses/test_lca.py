@@ -187,7 +187,7 @@ def test_finite_gradients_at_zero_vectors_and_single_pairs(dtype: torch.dtype, k
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("fill", [1e6, math.inf, math.nan])
 def test_padding_counts_nowhere(assignment: str, fill: float) -> None:
-    """Neither what it holds nor how much there is of it, in value and gradient."""
+    """Padding changes neither the value nor the gradient, whatever and however much it holds."""
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         words, word_mask, regions, region_mask, prototypes = inputs

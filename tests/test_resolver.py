@@ -346,4 +346,5 @@ def test_a_broken_head_is_reported_and_breaks_nothing_else(
 
 def test_a_loss_that_declares_a_string(plug: Plug) -> None:
     plug("losses", slip=type("Slip", (Term,), {"requires": "coder_key"}))
-    assert refused("slip") == "loss 'slip': 'requires' must be a tuple of keys, got 'coder_key': write ('coder_key',), with a comma"
+    message = "loss 'slip': 'requires' must be a tuple of keys, got 'coder_key': write ('coder_key',), with a comma"
+    assert refused("slip") == message

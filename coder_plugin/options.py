@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import types
@@ -42,7 +43,7 @@ def check_types(group: str, name: str, options: Mapping[str, Any]) -> tuple[tupl
     cls = registry.load(group, name)
     allowed = _parameters(group, cls)
     try:
-        hints = typing.get_type_hints(cls.__init__)
+        hints = typing.get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
     except NameError as error:  # an annotation imported only for type checkers
         raise CoderError(f"{name!r} in {registry.PREFIX}{group}: its options' types cannot be read: {error}") from error
     checked = {}

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives, excluded
-from coder_plugin.contrast.products import add_product, fp16_scale, full_precision, matmul, matmul_inputs, tiles
-from coder_plugin.contrast.sums import (
-    LogSumExp,
-    OneTile,
+from coder_plugin.contrast.autograd import (
     Visitor,
     apply,
     dense_gradients,
@@ -29,6 +25,9 @@ from coder_plugin.contrast.sums import (
     visit,
     wants_graph,
 )
+from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives, excluded
+from coder_plugin.contrast.products import add_product, fp16_scale, full_precision, matmul, matmul_inputs, tiles
+from coder_plugin.contrast.sums import LogSumExp, OneTile
 from coder_plugin.contrast.variance import candidate_variance, counts, pair_variance, tile_variance
 from coder_plugin.tensors import add_rows, cosine_of_rows, upcast
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.contrast import products
+from coder_plugin.contrast.autograd import Visitor, result_dtype, visit
 from coder_plugin.contrast.negatives import Block, Direction, excluded
 from coder_plugin.contrast.products import full_precision, matmul, matmul_inputs, tiles
-from coder_plugin.contrast.sums import Visitor, result_dtype, visit
 from coder_plugin.tensors import is_on_cpu
 
 #: The Gram form takes out same-image pairs one by one, if an image has at most this many texts in a batch.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.contrast import Block, Dense, Direction, Implementation, Pairs
+from coder_plugin.contrast import Block, Dense, Direction, Pairs
 from coder_plugin.contrast.pairs import scored_pairs
 from coder_plugin.errors import CoderError
 from coder_plugin.losses.base import Term, anchors_of_rank
@@ -72,43 +72,6 @@ def ascl(
         mask = torch.ones_like(noise_similarity, dtype=torch.bool)
         noised = Dense.of_scores([noise_similarity], [mask if noise_valid is None else mask & noise_valid])
     return infonce(negatives, _scale(temperature, negatives.similarity[0]), noised).sum(0).mean()
-
-
-def ascl_of_features(
-    image_features: Tensor,
-    text_features: Tensor,
-    noised_features: Tensor | None = None,
-    *,
-    temperature: float | Tensor,
-    image_ids: Tensor | None = None,
-    noise_valid: Tensor | None = None,
-    anchors: slice | None = None,
-    implementation: Implementation = "auto",
-) -> Tensor:
-    """:func:`ascl` of the cosines of a batch of pairs; by tiles the matrices of similarities are never stored.
-
-    Args:
-        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
-            ``text_features`` [n, d].
-        noised_features: of the noised texts [m, d]; None: there are none.
-        temperature, image_ids, noise_valid, anchors: as in :func:`ascl`.
-        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
-            n and m alone; ``"auto"``: tiles above 2,048 x 2,048 similarities (docs/equations.md#tiles).
-
-    Returns:
-        Scalar >= 0, float32 or float64.
-
-    Raises:
-        ValueError: shapes that differ, an empty batch, a temperature that is not positive.
-
-    Example:
-        >>> eye = torch.eye(2)
-        >>> ascl_of_features(eye, eye, temperature=0.5)  # InfoNCE of both directions, 2 * log(1 + exp(-2))
-        tensor(0.2539)
-    """
-    check_temperature(temperature)
-    pairs = Pairs(image_features, text_features, image_ids, anchors=anchors, implementation=implementation)
-    return ascl_of_pairs(pairs, noised_features, temperature=temperature, noise_valid=noise_valid)
 
 
 def ascl_of_pairs(

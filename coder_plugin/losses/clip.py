@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from coder_plugin import distributed
-from coder_plugin.contrast import Dense, Implementation, Negatives, Pairs
-from coder_plugin.contrast.pairs import hard_negatives as hard_negatives_of
+from coder_plugin.contrast import Dense, Negatives, Pairs
 from coder_plugin.losses.base import HARD_NEGATIVES, Term
 
 
@@ -48,44 +47,6 @@ def clip_of_pairs(pairs: Pairs, logit_scale: Tensor) -> Tensor:
         return (F.cross_entropy(of_images, labels) + F.cross_entropy(of_texts, labels)) / 2
     scale = logit_scale.to(torch.promote_types(pairs.images.dtype, torch.float32)).reshape(())
     return infonce(pairs.negatives(pairs.anchors, small=False), scale).mean()
-
-
-def clip_of_features(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor,
-    *,
-    anchors: slice | None = None,
-    image_ids: Tensor | None = None,
-    negatives: Tensor | None = None,
-    negative_ids: Tensor | None = None,
-    negative_valid: Tensor | None = None,
-    implementation: Implementation = "auto",
-) -> Tensor:
-    """``open_clip.ClipLoss``; by tiles equal up to rounding, in memory that grows with n alone.
-
-    Args:
-        image_features: L2-normalised [n, d]; row i belongs to row i of ``text_features`` [n, d].
-        logit_scale: 1 / temperature, > 0, 0-d or of one element; it gets a gradient.
-        anchors: the rows of the batch that are anchors; None: all rows.
-        image_ids: integers [n], for ``negative_ids`` alone.
-        negatives, negative_ids, negative_valid: hard negatives of the images [m, d], as in
-            :func:`coder_plugin.functional.dcl`.
-        implementation: ``"auto"``: tiles above 2,048 x 2,048 similarities.
-
-    Returns:
-        Scalar >= 0: the mean of both directions' cross-entropies.
-
-    Raises:
-        ValueError: shapes that differ, an empty batch.
-
-    Example:
-        >>> clip_of_features(torch.eye(2), torch.eye(2), torch.tensor(2.0))  # log(1 + exp(-2))
-        tensor(0.1269)
-    """
-    hard = hard_negatives_of(negatives, negative_ids, negative_valid, image_ids, dim=text_features.shape[-1])
-    pairs = Pairs(image_features, text_features, hard=hard, anchors=anchors, implementation=implementation)
-    return clip_of_pairs(pairs, logit_scale)
 
 
 class Clip(Term):

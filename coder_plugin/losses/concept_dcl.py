@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from coder_plugin.losses.dcl import DCL
-from coder_plugin.losses.diversity import Diversity
+from coder_plugin.losses.dcl import DCL, DCLTerm, dcl_of_pairs
 
 
-class ConceptDCL(DCL):
+class ConceptDCL(DCLTerm):
     """``L_DCL^C``: twice :func:`coder_plugin.functional.dcl` of the concept embeddings, with the pairs of all ranks.
 
     Twice, because the paper adds the loss of both orders of the pair, which are equal. The options are those of ``dcl``. Use it
@@ -28,25 +25,14 @@ class ConceptDCL(DCL):
     requires = ("coder_image_concepts", "coder_text_concepts")
     supports = DCL.supports - {"hard_negatives"}
 
-    def __init__(
-        self,
-        *,
-        mu: float = 0.1,
-        gamma: float = 0.3,
-        epsilon: float = 0.1,
-        diversity: Diversity = "std",
-        positive_weight: float | Literal["mu"] = 1.0,
-        diversity_gradient: bool = False,
-        effective_negatives: int | None = None,
-        mask_same_image: bool = True,
-    ) -> None:
-        super().__init__(
-            mu=mu, gamma=gamma, epsilon=epsilon, diversity=diversity, positive_weight=positive_weight,
-            diversity_gradient=diversity_gradient, effective_negatives=effective_negatives, mask_same_image=mask_same_image,
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.optional = ("coder_ids",) if self.mask_same_image else ()
+        self.gathers = (*self.requires, *self.optional)
 
-    def compute(  # type: ignore[override]
+    def compute(
         self, coder_image_concepts: Tensor, coder_text_concepts: Tensor, coder_ids: Tensor | None = None
     ) -> Tensor:
         """Concept embeddings [N, F], L2-normalised, and image ids [N] -> scalar."""
-        return 2 * super().compute(coder_image_concepts, coder_text_concepts, coder_ids)
+        ids = coder_ids if self.mask_same_image else None
+        return 2 * dcl_of_pairs(self.pairs(coder_image_concepts, coder_text_concepts, ids), self)

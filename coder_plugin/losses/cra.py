@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.contrast import Dense
-from coder_plugin.contrast.sums import dense_gradients, wants_graph
+from coder_plugin.contrast.autograd import dense_gradients, wants_graph
 from coder_plugin.errors import CoderError
 from coder_plugin.losses.base import Term, rows_of_rank
 from coder_plugin.losses.triplet import Reduction, check_triplet_options, hinge_loss, sum_over_ranks

@@ -6,6 +6,7 @@ Shapes: n pairs, a anchors (n, or the share of one process), m hard negatives, d
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,15 +24,33 @@ from coder_plugin.tensors import Gather
 _MIN_POSITIVE = 1e-6
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class DCLOptions:
+    """The options of :func:`dcl`, which ``m_dcl`` and ``concept_dcl`` share; :class:`ValueError` where one is out of range."""
+
+    mu: float = 0.1
+    gamma: float = 0.3
+    epsilon: float = 0.1
+    diversity: Diversity = "std"
+    positive_weight: float | Literal["mu"] = 1.0
+    diversity_gradient: bool = False
+    effective_negatives: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mu < math.inf:
+            raise ValueError(f"mu must be > 0 and finite, got {self.mu}")
+        if not math.isfinite(self.gamma):
+            raise ValueError(f"gamma must be finite, got {self.gamma}")
+        check_diversity_options(self.diversity, self.epsilon)
+        weight, count = self.positive_weight, self.effective_negatives
+        if weight != "mu" and (isinstance(weight, str) or not 0 <= weight < math.inf):
+            raise ValueError(f"positive_weight must be a finite number >= 0 or 'mu', got {weight!r}")
+        if count is not None and not 1 <= count < math.inf:
+            raise ValueError(f"effective_negatives must be >= 1 or none, got {count}")
+
+
 def anchor_losses(
-    negatives: Negatives,
-    weights: Tensor,
-    *,
-    mu: float,
-    gamma: float,
-    positive_weight: float | Literal["mu"],
-    effective_negatives: int | None = None,
-    has_positive: bool = True,
+    negatives: Negatives, weights: Tensor, options: DCLOptions, *, has_positive: bool = True
 ) -> Tensor:
     """The loss of each anchor (CODER eq. 4), the core of ``dcl``, ``m_dcl`` and ``concept_dcl``.
 
@@ -44,9 +63,10 @@ def anchor_losses(
     Returns:
         [k, a]; an anchor without negatives keeps the term of its positive.
     """
-    sums = negatives.logsumexp(1 / (mu * weights), gamma)
-    if effective_negatives is not None:
-        sums = sums + (effective_negatives / negatives.count().clamp(min=1).to(sums.dtype)).log()
+    mu, positive_weight = options.mu, options.positive_weight
+    sums = negatives.logsumexp(1 / (mu * weights), options.gamma)
+    if options.effective_negatives is not None:
+        sums = sums + (options.effective_negatives / negatives.count().clamp(min=1).to(sums.dtype)).log()
     repulsion = mu * softplus(sums, threshold=40)  # above 40 it is the sum itself in float64 too
     if not has_positive:
         return repulsion
@@ -119,38 +139,29 @@ def dcl(
         >>> dcl(eye, eye)  # 2 * (0.1 * log(1 + exp(-3)) - log(2))
         tensor(-1.3766, dtype=torch.float64)
     """
-    options: dict[str, Any] = {
-        "mu": mu, "gamma": gamma, "epsilon": epsilon, "diversity": diversity, "positive_weight": positive_weight,
-        "diversity_gradient": diversity_gradient, "effective_negatives": effective_negatives,
-    }  # fmt: skip
-    check_dcl_options(**options)
+    options = DCLOptions(
+        mu=mu, gamma=gamma, epsilon=epsilon, diversity=diversity, positive_weight=positive_weight,
+        diversity_gradient=diversity_gradient, effective_negatives=effective_negatives,
+    )  # fmt: skip
     hard = hard_negatives_of(negatives, negative_ids, negative_valid, image_ids, dim=text_features.shape[-1])
     passed: dict[str, Any] = {"hard": hard, "anchors": anchors, "gather": gather, "implementation": implementation}
     pairs = Pairs(image_features, text_features, image_ids, **passed)
-    return dcl_of_pairs(pairs, bank_diversity=bank_diversity, **options)
+    return dcl_of_pairs(pairs, options, bank_diversity=bank_diversity)
 
 
 def dcl_of_pairs(
-    pairs: Pairs,
-    *,
-    mu: float,
-    gamma: float,
-    epsilon: float,
-    diversity: Diversity,
-    positive_weight: float | Literal["mu"],
-    diversity_gradient: bool,
-    effective_negatives: int | None,
-    bank_diversity: tuple[Tensor, Tensor] | None = None,
+    pairs: Pairs, options: DCLOptions, *, bank_diversity: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """:func:`dcl` of the pairs of a step; its options are required here."""
+    """:func:`dcl` of the pairs of a step."""
+    diversity, gradient = options.diversity, options.diversity_gradient
     # with hard negatives each direction has products of its own, and a small matrix takes half the time
-    form: dict[str, Any] = {"dense": needs_dense(diversity, diversity_gradient), "small": pairs.hard is None}
+    form: dict[str, Any] = {"dense": needs_dense(diversity, gradient), "small": pairs.hard is None}
     negatives = pairs.negatives(pairs.anchors, **form)
     if diversity == "none":
         number = torch.promote_types(pairs.images.dtype, torch.float32)
         weights = pairs.images.new_ones(2, len(pairs.rows(pairs.ids, pairs.anchors)), dtype=number)
     else:
-        passed: dict[str, Any] = {"kind": diversity, "epsilon": epsilon, "gradient": diversity_gradient}
+        passed: dict[str, Any] = {"kind": diversity, "epsilon": options.epsilon, "gradient": gradient}
 
         def compare(anchors: slice | None) -> list[Negatives]:
             return [negatives if anchors == pairs.anchors else pairs.negatives(anchors, **form)]
@@ -163,35 +174,25 @@ def dcl_of_pairs(
                 + " and ".join(str(tuple(each.shape)) for each in bank_diversity)
             )
         weights = (weights + torch.stack(bank_diversity)) / 2
-    losses = anchor_losses(
-        negatives, weights, mu=mu, gamma=gamma, positive_weight=positive_weight, effective_negatives=effective_negatives
-    )
+    losses = anchor_losses(negatives, weights, options)
     return losses.sum() / losses.shape[1]
 
 
-def check_dcl_options(
-    *,
-    mu: float,
-    gamma: float,
-    epsilon: float,
-    diversity: str,
-    positive_weight: float | str,
-    effective_negatives: int | None,
-    **_: Any,
-) -> None:
-    """:class:`ValueError` for options of :func:`dcl` that are out of range."""
-    if not 0 < mu < math.inf:
-        raise ValueError(f"mu must be > 0 and finite, got {mu}")
-    if not math.isfinite(gamma):
-        raise ValueError(f"gamma must be finite, got {gamma}")
-    check_diversity_options(diversity, epsilon)
-    if positive_weight != "mu" and (isinstance(positive_weight, str) or not 0 <= positive_weight < math.inf):
-        raise ValueError(f"positive_weight must be a finite number >= 0 or 'mu', got {positive_weight!r}")
-    if effective_negatives is not None and not 1 <= effective_negatives < math.inf:
-        raise ValueError(f"effective_negatives must be >= 1 or none, got {effective_negatives}")
+@dataclass(kw_only=True, eq=False, repr=False)
+class DCLTerm(DCLOptions, Term):
+    """Base of the terms that share these options."""
+
+    mask_same_image: bool = True
+
+    def __post_init__(self) -> None:
+        Term.__init__(self)
+        super().__post_init__()
+        if needs_dense(self.diversity, self.diversity_gradient):
+            self.supports -= {"ring"}
 
 
-class DCL(Term):
+@dataclass(kw_only=True, eq=False, repr=False)
+class DCL(DCLTerm):
     """:func:`coder_plugin.functional.dcl` with the pairs of all ranks as candidates, and its options.
 
     Args:
@@ -208,37 +209,19 @@ class DCL(Term):
 
     supports = frozenset({"same_image", "views", "hard_negatives", "ring"})
 
-    def __init__(
-        self,
-        *,
-        mu: float = 0.1,
-        gamma: float = 0.3,
-        epsilon: float = 0.1,
-        diversity: Diversity = "std",
-        positive_weight: float | Literal["mu"] = 1.0,
-        diversity_gradient: bool = False,
-        effective_negatives: int | None = None,
-        diversity_over: Literal["batch", "batch+bank"] = "batch",
-        mask_same_image: bool = True,
-        hard_negatives: bool = False,
-    ) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {
-            "mu": mu, "gamma": gamma, "epsilon": epsilon, "diversity": diversity, "positive_weight": positive_weight,
-            "diversity_gradient": diversity_gradient, "effective_negatives": effective_negatives,
-        }  # fmt: skip
-        check_dcl_options(**self.options)
-        if diversity_over not in ("batch", "batch+bank"):
-            raise ValueError(f"diversity_over must be 'batch' or 'batch+bank', got {diversity_over!r}")
-        self.mask_same_image = mask_same_image
-        if diversity_over == "batch+bank":
+    diversity_over: Literal["batch", "batch+bank"] = "batch"
+    hard_negatives: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.diversity_over not in ("batch", "batch+bank"):
+            raise ValueError(f"diversity_over must be 'batch' or 'batch+bank', got {self.diversity_over!r}")
+        if self.diversity_over == "batch+bank":
             self.requires += Banks.requires
-        elif mask_same_image:
+        elif self.mask_same_image:
             self.optional = ("coder_ids",)
-        if hard_negatives:
+        if self.hard_negatives:
             self.requires += HARD_NEGATIVES
-        if needs_dense(diversity, diversity_gradient):
-            self.supports -= {"ring"}
         self.gathers = (*self.requires, *self.optional)
 
     def compute(
@@ -259,6 +242,5 @@ class DCL(Term):
         if coder_image_keys is not None and coder_text_keys is not None and coder_ids is not None:
             banks = Banks(self, pairs, coder_image_keys, coder_text_keys, coder_ids, mask_same_image=self.mask_same_image)
             banks.stash()
-            kind, epsilon, gradient = (self.options[name] for name in ("diversity", "epsilon", "diversity_gradient"))
-            bank_diversity = banks.diversity(kind=kind, epsilon=epsilon, gradient=gradient)
-        return dcl_of_pairs(pairs, bank_diversity=bank_diversity, **self.options)
+            bank_diversity = banks.diversity(kind=self.diversity, epsilon=self.epsilon, gradient=self.diversity_gradient)
+        return dcl_of_pairs(pairs, self, bank_diversity=bank_diversity)

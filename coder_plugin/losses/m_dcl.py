@@ -6,6 +6,9 @@ ranks.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,15 +17,40 @@ from torch import Tensor
 from coder_plugin.contrast import Block, Direction, Implementation, Negatives, Pairs
 from coder_plugin.contrast.pairs import hard_negatives as hard_negatives_of
 from coder_plugin.losses.banks import Banks, Memory
-from coder_plugin.losses.base import Term, hard_block
-from coder_plugin.losses.dcl import anchor_losses, check_dcl_options
-from coder_plugin.losses.diversity import Diversity, diversity_weights, needs_dense, raw_diversity
+from coder_plugin.losses.base import hard_block
+from coder_plugin.losses.dcl import DCLOptions, DCLTerm, anchor_losses
+from coder_plugin.losses.diversity import diversity_weights, needs_dense, raw_diversity
 from coder_plugin.tensors import Gather, check_range
 
 Reverse = Literal["paired", "all", "none"]
 DiversityOver = Literal["batch", "bank", "batch+bank"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class MDCLOptions(DCLOptions):
+    """The options of :func:`m_dcl`; :class:`ValueError` where one is out of range."""
+
+    reverse: Reverse = "paired"
+    diversity_over: DiversityOver = "batch+bank"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reverse not in ("paired", "all", "none"):
+            raise ValueError(f"reverse must be 'paired', 'all' or 'none', got {self.reverse!r}")
+        if self.diversity_over not in ("batch", "bank", "batch+bank"):
+            raise ValueError(f"diversity_over must be 'batch', 'bank' or 'batch+bank', got {self.diversity_over!r}")
+
+
+def _show_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Give a function the options of :func:`dcl` in its signature, in place of ``**options``."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    shared = inspect.signature(DCLOptions).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+@_show_options
 def m_dcl(
     image_features: Tensor,
     text_features: Tensor,
@@ -34,15 +62,8 @@ def m_dcl(
     image_ids: Tensor | None = None,
     bank_ids: Tensor | None = None,
     bank_valid: Tensor | None = None,
-    mu: float = 0.1,
-    gamma: float = 0.3,
-    epsilon: float = 0.1,
-    diversity: Diversity = "std",
-    positive_weight: float | Literal["mu"] = 1.0,
     reverse: Reverse = "paired",
     diversity_over: DiversityOver = "batch+bank",
-    diversity_gradient: bool = False,
-    effective_negatives: int | None = None,
     bank_diversity: tuple[Tensor, Tensor] | None = None,
     anchors: slice | None = None,
     gather: Gather | None = None,
@@ -50,14 +71,13 @@ def m_dcl(
     negative_ids: Tensor | None = None,
     negative_valid: Tensor | None = None,
     implementation: Implementation = "auto",
+    **options: Any,
 ) -> Tensor:
     """DCL against coupled momentum banks: ``L_DCL(V, B_w) + L_DCL(W, B_v)`` (CODER eq. 6).
 
     The candidates of an anchor are the current keys of the batch followed by the valid bank entries. Its positive is
     the key of its own pair; keys and entries of its own image are never its negatives. The gradient flows to the live
-    features only. The options ``mu``, ``gamma``, ``epsilon``, ``diversity``, ``positive_weight``, ``diversity_gradient``,
-    ``effective_negatives``, ``anchors``, ``gather`` and ``implementation`` are those of :func:`dcl`. By tiles, banks are read
-    in their own dtype, one tile at a time.
+    features only. By tiles, banks are read in their own dtype, one tile at a time.
 
     Use it beside :func:`dcl` where the batch is small: the banks hold thousands of negatives at the cost of one more
     forward pass, by the momentum towers.
@@ -80,6 +100,9 @@ def m_dcl(
         negatives: momentum features of hard negatives [m, d], texts that are further candidates of the live images; the
             diversity over the bank is over them too, if it is computed here. Other anchors do not see them.
         negative_ids, negative_valid: [m], as in :func:`dcl`.
+        anchors, gather, implementation: as in :func:`dcl`.
+        options: of :func:`dcl`, with its defaults: ``mu``, ``gamma``, ``epsilon``, ``diversity``, ``positive_weight``,
+            ``diversity_gradient``, ``effective_negatives``.
 
     Returns:
         Scalar, float32 or float64: for each bank the mean over the live anchors plus the mean over the reverse ones,
@@ -93,12 +116,7 @@ def m_dcl(
         >>> m_dcl(eye, eye, eye, eye, empty, empty)  # keys that equal the features, an empty bank: twice dcl
         tensor(-2.7532, dtype=torch.float64)
     """
-    options: dict[str, Any] = {
-        "mu": mu, "gamma": gamma, "epsilon": epsilon, "diversity": diversity, "positive_weight": positive_weight,
-        "reverse": reverse, "diversity_over": diversity_over, "diversity_gradient": diversity_gradient,
-        "effective_negatives": effective_negatives,
-    }  # fmt: skip
-    check_m_dcl_options(**options)
+    every = MDCLOptions(reverse=reverse, diversity_over=diversity_over, **options)
     banks = image_keys, text_keys, image_bank, text_bank
     _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
     check_range(image_keys=image_keys, text_keys=text_keys, image_bank=image_bank, text_bank=text_bank)
@@ -114,24 +132,20 @@ def m_dcl(
         None if image_ids is None else bank_ids,
         bank_valid,
     )
-    return m_dcl_of_pairs(pairs, memory, hard=hard, bank_diversity=bank_diversity, **options)
+    return m_dcl_of_pairs(pairs, memory, every, hard=hard, bank_diversity=bank_diversity)
 
 
 def m_dcl_of_pairs(
     pairs: Pairs,
     memory: Memory,
+    options: MDCLOptions,
     *,
-    hard: Block | None,
-    bank_diversity: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-    diversity: Diversity,
-    diversity_gradient: bool,
-    reverse: Reverse,
-    diversity_over: DiversityOver,
-    **options: Any,
+    hard: Block | None = None,
+    bank_diversity: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """:func:`m_dcl` of the pairs of a step; its options are required here."""
-    form: dict[str, Any] = {"dense": needs_dense(diversity, diversity_gradient)}
+    """:func:`m_dcl` of the pairs of a step."""
+    diversity, gradient, diversity_over = options.diversity, options.diversity_gradient, options.diversity_over
+    form: dict[str, Any] = {"dense": needs_dense(diversity, gradient)}
     number = torch.promote_types(pairs.images.dtype, torch.float32)
 
     def over_batch(anchors: slice | None) -> Negatives:
@@ -159,7 +173,7 @@ def m_dcl_of_pairs(
     comparisons = {"batch": over_batch} if "batch" in diversity_over else {}
     if "bank" in diversity_over and bank_diversity is None:
         comparisons["bank"] = over_bank
-    if reverse == "paired":
+    if options.reverse == "paired":
         comparisons["keys"] = of_keys
     weights = dict.fromkeys(comparisons, pairs.images.new_ones(2, len(pairs.rows(pairs.ids, pairs.anchors)), dtype=number))
     if diversity != "none" and comparisons:
@@ -167,32 +181,24 @@ def m_dcl_of_pairs(
             pairs,
             lambda anchors: [compare(anchors) for compare in comparisons.values()],
             kind=diversity,
-            epsilon=epsilon,
-            gradient=diversity_gradient,
+            epsilon=options.epsilon,
+            gradient=gradient,
         )
         weights = dict(zip(comparisons, stacked, strict=True))
     if bank_diversity is not None and "bank" in diversity_over:
         weights["bank"] = torch.stack(bank_diversity)
     over = torch.stack([weights[part] for part in ("batch", "bank") if part in weights]).mean(0)
-    losses = anchor_losses(over_bank(pairs.anchors), over, **options)
+    losses = anchor_losses(over_bank(pairs.anchors), over, options)
     loss = losses.sum() / losses.shape[1]
-    if reverse == "paired":
-        losses = anchor_losses(of_keys(pairs.anchors), weights["keys"], **options)
+    if options.reverse == "paired":
+        losses = anchor_losses(of_keys(pairs.anchors), weights["keys"], options)
         loss = loss + losses.sum() / losses.shape[1]
-    elif reverse == "all":
-        loss = loss + _all_bank_anchors(pairs, memory, form, diversity, epsilon, diversity_gradient, options)
+    elif options.reverse == "all":
+        loss = loss + _all_bank_anchors(pairs, memory, form, options)
     return loss
 
 
-def _all_bank_anchors(
-    pairs: Pairs,
-    memory: Memory,
-    form: dict[str, Any],
-    diversity: Diversity,
-    epsilon: float,
-    gradient: bool,
-    options: dict[str, Any],
-) -> Tensor:
+def _all_bank_anchors(pairs: Pairs, memory: Memory, form: dict[str, Any], options: MDCLOptions) -> Tensor:
     """Keys and entries as anchors against the live batch, of both banks: the mean over the filled ones."""
     valid, live = memory.bank_valid, (pairs.images, pairs.texts)
     parts = []
@@ -200,31 +206,22 @@ def _all_bank_anchors(
         directions = [Direction(rows[1 - side], (Block(others, pairs.ids, ids),)) for side, others in enumerate(live)]
         if len(rows[0]):
             parts.append(pairs.choose(directions, **form))
-    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
-        if diversity == "none":
+    with torch.set_grad_enabled(options.diversity_gradient and torch.is_grad_enabled()):
+        if options.diversity == "none":
             number = torch.promote_types(live[0].dtype, torch.float32)
             raw = [live[0].new_ones(2, len(each.directions[0].anchors), dtype=number) for each in parts]
         else:
-            raw = [raw_diversity(each, kind=diversity, epsilon=epsilon) for each in parts]
+            raw = [raw_diversity(each, kind=options.diversity, epsilon=options.epsilon) for each in parts]
         if valid is not None and len(raw) > 1:  # what is not filled must not have the greatest diversity
             raw[1] = torch.where(valid, raw[1], 1)
         largest = torch.cat(raw, 1).amax(1, keepdim=True)
         weights = [each / largest for each in raw]
-    total = anchor_losses(parts[0], weights[0], **options).sum()
+    total = anchor_losses(parts[0], weights[0], options).sum()
     filled = len(memory.banks[0]) if valid is None else valid.sum()
     if len(parts) > 1:
-        losses = anchor_losses(parts[1], weights[1], has_positive=False, **options)
+        losses = anchor_losses(parts[1], weights[1], options, has_positive=False)
         total = total + (losses if valid is None else torch.where(valid, losses, 0)).sum()
     return total / (len(memory.key_ids) + filled)
-
-
-def check_m_dcl_options(*, reverse: str, diversity_over: str, **options: Any) -> None:
-    """:class:`ValueError` for options of :func:`m_dcl` that are out of range."""
-    check_dcl_options(**options)
-    if reverse not in ("paired", "all", "none"):
-        raise ValueError(f"reverse must be 'paired', 'all' or 'none', got {reverse!r}")
-    if diversity_over not in ("batch", "bank", "batch+bank"):
-        raise ValueError(f"diversity_over must be 'batch', 'bank' or 'batch+bank', got {diversity_over!r}")
 
 
 def _check_shapes(
@@ -259,7 +256,8 @@ def _check_shapes(
         raise ValueError(f"bank_valid must be bool, got {bank_valid.dtype}")
 
 
-class MDCL(Term):
+@dataclass(kw_only=True, eq=False, repr=False)
+class MDCL(MDCLOptions, DCLTerm):
     """:func:`coder_plugin.functional.m_dcl` with the keys of all ranks and the banks as candidates, and its options.
 
     Args:
@@ -283,35 +281,16 @@ class MDCL(Term):
     requires = ("image_features", "text_features", *Banks.requires)
     supports = frozenset({"same_image", "hard_negatives", "ring"})
 
-    def __init__(
-        self,
-        *,
-        mu: float = 0.1,
-        gamma: float = 0.3,
-        epsilon: float = 0.1,
-        diversity: Diversity = "std",
-        positive_weight: float | Literal["mu"] = 1.0,
-        reverse: Reverse = "paired",
-        diversity_over: DiversityOver = "batch+bank",
-        diversity_gradient: bool = False,
-        effective_negatives: int | None = None,
-        mask_same_image: bool = True,
-        hard_negatives: bool = False,
-        warmup: int = 0,
-    ) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {
-            "mu": mu, "gamma": gamma, "epsilon": epsilon, "diversity": diversity, "positive_weight": positive_weight,
-            "reverse": reverse, "diversity_over": diversity_over, "diversity_gradient": diversity_gradient,
-            "effective_negatives": effective_negatives,
-        }  # fmt: skip
-        check_m_dcl_options(**self.options)
-        if warmup < 0:
-            raise ValueError(f"warmup must be >= 0, got {warmup}")
-        self.mask_same_image, self.warmup = mask_same_image, warmup
-        if hard_negatives:
+    hard_negatives: bool = False
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be >= 0, got {self.warmup}")
+        if self.hard_negatives:
             self.requires += ("coder_negative_keys", "coder_negative_ids")
-        if reverse == "all" or needs_dense(diversity, diversity_gradient):
+        if self.reverse == "all":
             self.supports -= {"ring"}
         self.gathers = self.requires
 
@@ -331,11 +310,10 @@ class MDCL(Term):
         banks = Banks(self, pairs, coder_image_keys, coder_text_keys, coder_ids, mask_same_image=self.mask_same_image)
         banks.stash()
         hard = hard_block(coder_negative_keys, coder_negative_ids, pairs.ids if pairs.has_ids else None)
-        kind, gradient = self.options["diversity"], self.options["diversity_gradient"]
         bank_diversity = None
-        if kind == "std" and not gradient and hard is None and "bank" in self.options["diversity_over"]:
+        if self.diversity == "std" and not self.diversity_gradient and hard is None and "bank" in self.diversity_over:
             # from the bank's running moments; the function would compute it from the similarities
-            bank_diversity = banks.diversity(kind=kind, epsilon=self.options["epsilon"], gradient=False)
-        loss = m_dcl_of_pairs(pairs, banks.memory, hard=hard, bank_diversity=bank_diversity, **self.options)
+            bank_diversity = banks.diversity(kind="std", epsilon=self.epsilon, gradient=False)
+        loss = m_dcl_of_pairs(pairs, banks.memory, self, hard=hard, bank_diversity=bank_diversity)
         bank = banks.bank
         return loss * (bank.count >= min(self.warmup, bank.size)) if self.warmup else loss

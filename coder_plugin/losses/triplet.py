@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.contrast import Dense, Implementation, Negatives, Pairs
+from coder_plugin.contrast import Dense, Negatives, Pairs
 from coder_plugin.contrast.pairs import check_hard_ids, scored_pairs
-from coder_plugin.contrast.pairs import hard_negatives as hard_negatives_of
 from coder_plugin.losses.ascl import fusion_scores
 from coder_plugin.losses.base import HARD_NEGATIVES, Term
 from coder_plugin.tensors import check_range, upcast
@@ -91,48 +90,6 @@ def triplet(
     elif negative_ids is not None or negative_valid is not None:
         raise ValueError("negative_ids and negative_valid need negative_similarity")
     return hinge_loss(negatives, margin=margin, hardest=hardest, reduction=reduction)
-
-
-def triplet_of_features(
-    image_features: Tensor,
-    text_features: Tensor,
-    *,
-    margin: float = 0.2,
-    hardest: bool = True,
-    image_ids: Tensor | None = None,
-    reduction: Reduction = "mean",
-    anchors: slice | None = None,
-    negatives: Tensor | None = None,
-    negative_ids: Tensor | None = None,
-    negative_valid: Tensor | None = None,
-    implementation: Implementation = "auto",
-) -> Tensor:
-    """:func:`triplet` of the cosines of a batch of pairs; by tiles the matrix of similarities is never stored.
-
-    Args:
-        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
-            ``text_features`` [n, d].
-        margin, hardest, image_ids, reduction, anchors: as in :func:`triplet`.
-        negatives, negative_ids, negative_valid: hard negatives of the images [m, d], as in :func:`dcl`.
-        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
-            n alone; ``"auto"``: tiles for the hardest negative, or above 2,048 x 2,048 similarities (docs/equations.md#tiles).
-
-    Returns:
-        Scalar >= 0, float32 or float64.
-
-    Raises:
-        ValueError: shapes that differ, an empty batch, options out of range.
-
-    Example:
-        >>> features = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
-        >>> triplet_of_features(features, features)  # both directions: 0.2 + 0.8 - 1 for each anchor
-        tensor(0.)
-    """
-    check_triplet_options(margin=margin, reduction=reduction)
-    hard = hard_negatives_of(negatives, negative_ids, negative_valid, image_ids, dim=text_features.shape[-1])
-    passed: dict[str, Any] = {"hard": hard, "anchors": anchors, "implementation": implementation}
-    pairs = Pairs(image_features, text_features, image_ids, **passed)
-    return triplet_of_pairs(pairs, margin=margin, hardest=hardest, reduction=reduction)
 
 
 def triplet_of_pairs(pairs: Pairs, *, margin: float, hardest: bool, reduction: str) -> Tensor:

@@ -23,10 +23,11 @@ from common import Results, Step, add_options, clip_loss, measure, peak_bytes
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from coder_plugin.contrast import Pairs
 from coder_plugin.functional import dcl
-from coder_plugin.losses.ascl import ascl_of_features
-from coder_plugin.losses.clip import clip_of_features
-from coder_plugin.losses.triplet import triplet_of_features
+from coder_plugin.losses.ascl import ascl_of_pairs
+from coder_plugin.losses.clip import clip_of_pairs
+from coder_plugin.losses.triplet import triplet_of_pairs
 
 
 def main() -> None:
@@ -65,12 +66,12 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
         if options.loss == "clip":
             if form == "reference":
                 raise SystemExit("the reference of clip is ClipLoss itself, with which every form is compared: --forms tiled")
-            losses[form] = with_arguments(clip_of_features, compiled, images, texts, scale, implementation=form)
+            losses[form] = with_arguments(clip_form, compiled, images, texts, scale, implementation=form)
         elif options.loss == "ascl":
-            losses[form] = with_arguments(ascl_of_features, compiled, images, texts, texts, temperature=0.05, **passed)
+            losses[form] = with_arguments(ascl_form, compiled, images, texts, texts, **passed)
         else:
-            function = dcl if options.loss == "dcl" else triplet_of_features
-            rest = {"hardest": False} if options.loss == "triplet-all" else {}
+            function = dcl if options.loss == "dcl" else triplet_form
+            rest = {} if options.loss == "dcl" else {"hardest": options.loss == "triplet"}
             losses[form] = with_arguments(function, compiled, images, texts, **passed, **rest)
     values = [losses[form]().detach() for form in options.forms]
     assert all(torch.allclose(value, values[0], rtol=options.rtol) for value in values), f"the forms differ: {values}"
@@ -78,6 +79,18 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
         name: lambda loss=loss, inputs=(images, texts, *([scale] if name == peer else [])): torch.autograd.grad(loss(), inputs)
         for name, loss in losses.items()
     }
+
+
+def clip_form(images: Tensor, texts: Tensor, scale: Tensor, **form: Any) -> Tensor:
+    return clip_of_pairs(Pairs(images, texts, **form), scale)
+
+
+def ascl_form(images: Tensor, texts: Tensor, noised: Tensor, image_ids: Tensor, **form: Any) -> Tensor:
+    return ascl_of_pairs(Pairs(images, texts, image_ids, **form), noised, temperature=0.05)
+
+
+def triplet_form(images: Tensor, texts: Tensor, image_ids: Tensor, *, hardest: bool, **form: Any) -> Tensor:
+    return triplet_of_pairs(Pairs(images, texts, image_ids, **form), margin=0.2, hardest=hardest, reduction="mean")
 
 
 def with_arguments(

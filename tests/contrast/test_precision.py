@@ -14,11 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coder_plugin.contrast import products, sums, tiles, variance
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl, m_dcl
-from coder_plugin.losses.ascl import ascl_of_features
-from coder_plugin.losses.clip import clip_of_features
-from coder_plugin.losses.triplet import triplet_of_features
 from coder_plugin.training import loop
 from coder_plugin.training.accelerator import tf32_products
+from tests.losses.checks import ascl_of_features, clip_of_features, triplet_of_features
 from tests.losses.drawn import drawing, rows, small_tiles, tile_shape, value_and_gradient
 
 __all__ = ["small_tiles"]

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coder_plugin.contrast import Pairs
+from coder_plugin.contrast.pairs import hard_negatives
+from coder_plugin.losses.ascl import ascl_of_pairs
+from coder_plugin.losses.clip import clip_of_pairs
+from coder_plugin.losses.triplet import triplet_of_pairs
 from tests import gloo
 from tests.losses.drawn import (
     Step,
@@ -21,6 +26,41 @@ from tests.losses.drawn import (
     value_and_gradient,
 )
 from tests.peak_memory import peak
+
+
+def of_features(loss_of_pairs: Callable[..., Tensor], **defaults: Any) -> Callable[..., Tensor]:
+    """A loss of ``Pairs`` as a function of features and of the options of ``Pairs``, as ``dcl`` is one."""
+
+    def loss(
+        images: Tensor,
+        texts: Tensor,
+        *further: Any,
+        image_ids: Tensor | None = None,
+        anchors: slice | None = None,
+        negatives: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+        negative_valid: Tensor | None = None,
+        implementation: Any = "auto",
+        **options: Any,
+    ) -> Tensor:
+        hard = hard_negatives(negatives, negative_ids, negative_valid, image_ids, dim=texts.shape[-1])
+        pairs = Pairs(images, texts, image_ids, hard=hard, anchors=anchors, implementation=implementation)
+        return loss_of_pairs(pairs, *further, **{**defaults, **options})
+
+    return loss
+
+
+ascl_of_features = of_features(ascl_of_pairs)
+triplet_of_features = of_features(triplet_of_pairs, margin=0.2, hardest=True, reduction="mean")
+
+
+def clip_of_features(images: Tensor, texts: Tensor, scale: Tensor, **options: Any) -> Tensor:
+    """``clip`` masks no pairs: image ids are for hard negatives alone."""
+    ids = options.pop("image_ids", None)
+    hard = [options.pop(name, None) for name in ("negatives", "negative_ids", "negative_valid")]
+    block = hard_negatives(*hard, ids, dim=texts.shape[-1])
+    return clip_of_pairs(Pairs(images, texts, hard=block, **options), scale)
+
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -16,8 +16,15 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import ascl
-from coder_plugin.losses.ascl import AsCL, ascl_of_features
-from tests.losses.checks import compiles, memory_at_32768_pairs, raises_halves, ranks_equal_one_process, stays_finite
+from coder_plugin.losses.ascl import AsCL
+from tests.losses.checks import (
+    ascl_of_features,
+    compiles,
+    memory_at_32768_pairs,
+    raises_halves,
+    ranks_equal_one_process,
+    stays_finite,
+)
 from tests.losses.drawn import (
     FORMS,
     TILE_SHAPES,
@@ -296,7 +303,6 @@ def test_bad_features() -> None:
 def test_bad_temperature(temperature: float) -> None:
     for call in (
         lambda: ascl(torch.zeros(2, 2), temperature=temperature),
-        lambda: ascl_of_features(torch.eye(2), torch.eye(2), temperature=temperature),
         lambda: AsCL(temperature=temperature),
     ):
         with pytest.raises(ValueError, match="temperature must be > 0"):

@@ -15,11 +15,12 @@ from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.losses.clip import Clip, clip_of_features
+from coder_plugin.losses.clip import Clip
 from coder_plugin.losses.siglip import SigLip
 from coder_plugin.objective import Objective
 from tests.losses.checks import (
     HALVES,
+    clip_of_features,
     compiles,
     hard_memory,
     memory_at_32768_pairs,

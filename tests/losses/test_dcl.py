@@ -416,8 +416,8 @@ def test_the_gradient_through_the_weights_is_a_choice(kind: Any) -> None:
 def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another equation in place of anchor_losses: value and gradient follow in every form."""
 
-    def another(negatives: Negatives, weights: Tensor, **options: Any) -> Tensor:
-        return anchor_losses(negatives, weights, **options) + 3 * (1 - negatives.positive) ** 2 + negatives.hardest()
+    def another(negatives: Negatives, weights: Tensor, options: Any) -> Tensor:
+        return anchor_losses(negatives, weights, options) + 3 * (1 - negatives.positive) ** 2 + negatives.hardest()
 
     v, w = pair(5, 3)
     scores = v @ w.T

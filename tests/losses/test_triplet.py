@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, triplet
-from coder_plugin.losses.triplet import Triplet, triplet_of_features
+from coder_plugin.losses.triplet import Triplet
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests.losses.checks import (
@@ -26,6 +26,7 @@ from tests.losses.checks import (
     raises_halves,
     ranks_equal_one_process,
     stays_finite,
+    triplet_of_features,
 )
 from tests.losses.drawn import (
     FORMS,

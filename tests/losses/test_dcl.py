@@ -18,7 +18,7 @@ from coder_plugin.contrast import Dense, Negatives, products
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity
 from coder_plugin.losses import dcl as written
-from coder_plugin.losses.dcl import DCL, anchor_losses
+from coder_plugin.losses.dcl import DCL, DCLOptions, anchor_losses
 from coder_plugin.losses.diversity import raw_diversity
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
@@ -204,9 +204,9 @@ def test_ids_are_only_compared_and_captions_of_one_image_are_not_negatives() -> 
     assert abs(dcl(images, texts, image_ids=ids) - dcl(images, texts)) > 1e-4
     # pair 0 against the pairs 2..5 alone: the sibling's column is out
     scores, mask = (images @ texts.T)[:1], ids[:1, None] != ids
-    keep, paper = torch.tensor([0, 2, 3, 4, 5]), {"mu": 0.1, "gamma": 0.3, "positive_weight": 1.0}
+    keep = torch.tensor([0, 2, 3, 4, 5])
     one, other = (
-        anchor_losses(Dense.of_scores([s], [m]), torch.ones(1, 1), **paper)  # type: ignore[arg-type]
+        anchor_losses(Dense.of_scores([s], [m]), torch.ones(1, 1), DCLOptions())
         for s, m in ((scores, mask), (scores[:, keep], mask[:, keep]))
     )
     close(one, other)
@@ -261,7 +261,7 @@ def test_of_several_features_of_an_image_the_best_counts() -> None:
     best = torch.maximum(v @ w.T, other @ w.T)
     scores = Dense.of_scores([best, best.T], [~torch.eye(4, dtype=torch.bool)] * 2)
     weights = raw_diversity(scores)
-    losses = anchor_losses(scores, weights / weights.amax(1, keepdim=True), mu=0.1, gamma=0.3, positive_weight=1.0)
+    losses = anchor_losses(scores, weights / weights.amax(1, keepdim=True), DCLOptions())
     close(dcl(torch.stack([v, other], 1), w), losses.sum() / 4)
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import tarfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.index import build, embed
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
-from tests import fresh, gloo
+from tests import gloo
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
 from tests.evaluation.test_evaluate import make_encoder

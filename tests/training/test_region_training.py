@@ -384,6 +384,20 @@ def test_regions_of_other_images(tmp_path, made):
         Trainer.from_config(config(made, tmp_path, **{**data, "val_data": None}))
 
 
+@pytest.mark.parametrize("command", ["eval {run} --val-data {data}", "index {run} --data {data} --output {out}", "train"])
+def test_regions_that_are_forgotten(tmp_path, made, capsys, command):
+    """The captions name pictures, which need not exist where regions are read."""
+    if command == "train":
+        with pytest.raises(CoderError, match=r"not found.*reads region features: name their files \(--regions\)"):
+            Trainer.from_config(config(made, tmp_path, train_data=made["karpathy"]))
+        return
+    Trainer.from_config(config(made, tmp_path, model="region-bigru", loss="dcl", epochs=1)).run()
+    words = command.format(run=tmp_path / "run", data=made["karpathy"], out=tmp_path / "out").split()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "this model reads region features: name their files (--regions)" in error and "--image-root" not in error
+
+
 # damaged features
 
 

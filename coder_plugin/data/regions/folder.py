@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 
-from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.arrays import LARGEST_ARRAYS, from_arrays, read_npz
 from coder_plugin.data.regions.base import Entry, RegionFormat, Regions
 from coder_plugin.errors import CoderError
@@ -59,7 +58,7 @@ def _load(path: str, folder: str) -> Regions:
         if path.endswith(".npz"):
             return from_arrays(read_npz(file), folder)
         if (size := os.fstat(file.fileno()).st_size) > LARGEST_ARRAYS:
-            raise BadSample("file_size", f"it has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+            raise ValueError(f"it has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
         if file.read(6) != b"\x93NUMPY":  # NumPy reads anything else as an archive or a pickle
             raise ValueError("it is not an .npy file")
         file.seek(0)

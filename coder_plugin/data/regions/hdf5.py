@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.arrays import LARGEST_ARRAYS, native
 from coder_plugin.data.regions.base import Entry, RegionFormat, Regions, optional_package, warn_once
 from coder_plugin.errors import CoderError
@@ -151,7 +150,7 @@ def _load(data: dict[str, Any], row: int, place: Any, boxes_from: str | None) ->
     features = data["image_features"]
     length = features.shape[1] if features.ndim == 3 else place.stop - place.start
     if (size := length * features.shape[-1] * features.dtype.itemsize) > LARGEST_ARRAYS:
-        raise BadSample("file_size", f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+        raise ValueError(f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
     try:
         boxes, sides = None, (1.0, 1.0)
         if boxes_from is not None:

@@ -7,7 +7,6 @@
 #          To make it from bottom-up-attention's TSV file, run this once for each split (train; val as dev; test as testall):
 #          coder-plugin regions convert trainval_36.tsv PRECOMP --to precomp --captions-data dataset_coco.json \
 #              --captions-per-image 5 --split test --to-split testall
-#          (`coder-plugin train` can also read the TSV directly: --regions trainval_36.tsv with Karpathy's captions.)
 # GLOVE:   glove.840B.300d.txt, or another file of word vectors.
 #
 # Environment variables and further flags are those of f30k.sh. The table has the 5K test figures and the mean of five 1K folds.

@@ -40,8 +40,8 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "extract",
         help="regions of pictures, by a detector or a grid",
-        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards or SCAN's "
-        "precomp files. An interrupted run continues where it stopped.",
+        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards. An "
+        "interrupted run continues where it stopped; the ranks of torchrun or accelerate launch share the work.",
     )
     add_extract_flags(parser)
     add_flags(parser, only=[*_reading(), "max_image_pixels"])
@@ -68,15 +68,8 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--global-weights", metavar="FILE", help="weights of the --global-features model: a file, or default (a download)"
     )
-    parser.add_argument("--to", choices=("shards", "precomp"), default="shards", help="what to write [shards]")
-    parser.add_argument(
-        "--captions-per-image", type=int, metavar="N", help="precomp: keep the first N captions per image [all]"
-    )
     parser.add_argument("--split", default="train", help="split of the data set [train]")
     parser.add_argument("--to-split", metavar="SPLIT", help="name of the split in OUTPUT [the same as --split]")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="detector processes, each on its own GPU if there are GPUs [1]"
-    )
     parser.add_argument("--workers", type=int, default=2, help="decoding processes per detector process [2]")
     parser.add_argument("--batch-size", type=int, default=8, help="images per call of the detector [8]")
     parser.add_argument(
@@ -126,14 +119,11 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
         global_model=arguments.global_features,
         global_weights=arguments.global_weights,
         device=arguments.device,
-        processes=arguments.processes,
-        to=arguments.to,
         split=arguments.to_split or arguments.split,
         shard_size=arguments.shard_size,
         batch_size=arguments.batch_size,
         workers=arguments.workers,
         max_bad_samples=arguments.max_bad_samples,
-        captions_per_image=arguments.captions_per_image,
     )
     return str(report)
 
@@ -143,11 +133,11 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "convert",
-        help="any file of region features to region shards or precomp files",
-        description="Copy region features unchanged to region shards or precomp files, with captions joined in if "
-        "--captions-data names some: then these say which images are written, in their order.",
+        help="any file of region features to region shards or precomp files, which are trained on",
+        description="Copy region features unchanged, in their order, to region shards or precomp files. --captions-data joins "
+        "captions in: then these say which images are written, and under which names.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="file or folder of region features")
+    parser.add_argument("source", metavar="SOURCE", help="file or folder of region features, or files joined by ::")
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
     kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     parser.add_argument(

@@ -31,6 +31,8 @@ ENOUGH = 1000
 DEFAULT_RATE = 0.01
 #: What to do where every picture is missing.
 WRONG_PATHS = "fix the paths, or name the folder that they are relative to (--image-root)"
+#: The same for a model of region features.
+NO_REGIONS = "this model reads region features: name their files (--regions)"
 _SHOWN = 10  # of each kind, by name
 _LONGEST = 200  # characters of a key or a reason in a message
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ def allowed(rate: float, read: int) -> float:
 
 def nothing_to_read(name: str, failed: Sequence[Bad], *, regions: bool = False) -> CoderError:
     """The error for data of which no image, or none's regions, can be read; ``failed`` are those that were tried."""
-    hint = " (region features of the images: --regions)" if regions else ""
+    hint = f": {NO_REGIONS}" if regions else ""
     if not failed:
         return CoderError(f"{name}: no images{hint}")
     _, key, reason = failed[0]
@@ -110,6 +112,7 @@ class BadSamples:
     Args:
         name: of the data.
         rate: allowed fraction of the samples read, from 0 to 1.
+        reads_regions: whether they are read for a model of region features, which the error for missing pictures then says.
 
     Raises:
         CoderError: a rate out of range; too many bad samples.
@@ -121,8 +124,8 @@ class BadSamples:
         (1, '1 of 64 samples skipped (caption 1)')
     """
 
-    def __init__(self, name: str, rate: float = DEFAULT_RATE) -> None:
-        self.name, self.rate = name, check_rate(rate)
+    def __init__(self, name: str, rate: float = DEFAULT_RATE, *, reads_regions: bool = False) -> None:
+        self.name, self.rate, self.reads_regions = name, check_rate(rate), reads_regions
         self.read = 0
         self.kinds: Counter[str] = Counter()
         self._named: dict[str, set[str]] = {}
@@ -135,9 +138,11 @@ class BadSamples:
         return f"{len(self):,} of {self.read:,} samples skipped" + (f" ({kinds})" if kinds else "")
 
     @property
-    def are_all_missing(self) -> bool:
-        """Whether no picture's file exists."""
-        return 0 < self.read == self.kinds["missing"]
+    def missing_advice(self) -> str:
+        """What to do if no picture's file exists; empty if one does."""
+        if not 0 < self.read == self.kinds["missing"]:
+            return ""
+        return NO_REGIONS if self.reads_regions else WRONG_PATHS
 
     def add(self, read: int, bad: Iterable[Bad] = ()) -> None:
         """Count ``read`` samples, of which ``bad`` were left out."""
@@ -185,14 +190,14 @@ class BadSamples:
         last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
         few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
         other = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
-        advice = WRONG_PATHS if self.are_all_missing else other
+        advice = self.missing_advice or other
         raise CoderError(f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: {advice}")
 
 
 def total(parts: Iterable[BadSamples]) -> BadSamples:
     """The counts of several ranks' shares of the same data as one."""
     parts = list(parts)
-    whole = BadSamples(parts[0].name, parts[0].rate)
+    whole = BadSamples(parts[0].name, parts[0].rate, reads_regions=parts[0].reads_regions)
     for part in parts:
         whole.read += part.read
         whole.kinds += part.kinds

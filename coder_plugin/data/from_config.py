@@ -13,7 +13,7 @@ from coder_plugin.data.bad_samples import BadSamples, describe
 from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives, read_negatives
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
-from coder_plugin.data.regions.join import Joined, RegionSource
+from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import check_local
 
@@ -163,11 +163,10 @@ def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:
 
 
 def make_regions(config: DataConfig, *, split: str) -> RegionFile:
-    """The region files that ``--regions`` names, as one."""
+    """The regions that ``--regions`` names."""
     assert config.regions is not None
     check_local(config.regions)
-    files = [(part, open_regions(part, config.regions_type, split=split)) for part in config.regions.split("::")]
-    return files[0][1] if len(files) == 1 else Joined(files)
+    return open_regions(config.regions, config.regions_type, split=split)
 
 
 def captions_of(source: Any) -> Iterator[str]:

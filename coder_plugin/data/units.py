@@ -72,7 +72,7 @@ class Units:
         yield from read
         yield from rest
 
-    def first(self, unit: int) -> Any:
+    def first(self, unit: int, *, reads_regions: bool = False) -> Any:
         """The first image of the data, from a unit on, that can be read. What is read for it is not read again.
 
         Raises:
@@ -92,7 +92,7 @@ class Units:
                     break
             if len(failed) == ENOUGH:
                 break
-        raise nothing_to_read(self.source.name, failed)
+        raise nothing_to_read(self.source.name, failed, regions=reads_regions)
 
     def _handles(self, unit: int) -> Iterator[Handle]:
         if self.by_shards:

@@ -8,7 +8,6 @@ suppression compares, are the proposals themselves, without box regression.
 State-dict names are torchvision's of a ResNet: ``trunk.conv1`` … ``trunk.layer3``, ``res5.0`` … ``res5.2`` for layer4's
 blocks, and ``rpn.head.conv.0.0``, ``rpn.head.cls_logits`` (12 logits of objectness), ``rpn.head.bbox_pred`` (48),
 ``cls_score`` (classes with the background), and, with attributes, ``cls_embed``, ``attr_linear1``, ``attr_linear2``.
-The names of bottom-up-attention.pytorch's checkpoints (converted Caffe models) are translated.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from coder_plugin.detectors.base import (
     read_weights,
     seeded,
 )
-from coder_plugin.detectors.c4_names import translate_names
 from coder_plugin.detectors.select import Choice, at_least_one, select, to_regions
 
 _MEANS = (102.9801, 115.9465, 122.7717)  # blue, green, red
@@ -109,7 +107,7 @@ class C4(Detector):
         need_weights("detector c4", weights, allow_random)
         self.choice = Choice(regions, nms, min_score, min_regions)
         self.device = make_device(device)
-        content = None if weights is None else translate_names(read_weights(weights))
+        content = None if weights is None else read_weights(weights)
         classes, attributes = 1601, 0
         if content is not None:
             classes, attributes = (len(content.get(name, ())) for name in ("cls_score.weight", "attr_linear2.weight"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torchvision.ops import nms
 
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -88,34 +89,15 @@ def _best(scores: Tensor, boxes: Tensor, floor: Tensor, threshold: float) -> tup
 
     Exact for scores of at least ``floor``. Other proposals have a lower score, or -1.
     """
-    counts = (scores >= floor).sum(0)
-    classes = counts.nonzero()[:, 0]
-    values, ranked = scores[:, classes].sort(dim=0, descending=True, stable=True)
-    depth = int(counts.max())
-    values, ranked = values[:depth].T, ranked[:depth].T
-    survives = _suppress(boxes[ranked] if boxes.ndim == 2 else boxes[ranked, classes[:, None]], threshold)
-    best = scores.new_full((len(scores), len(classes)), -1.0)
-    best.scatter_(0, ranked.T, values.where(survives, -1.0).T)
+    proposals, classes = (scores >= floor).nonzero(as_tuple=True)
+    pairs = boxes[proposals].double() if boxes.ndim == 2 else boxes[proposals, classes].double()
+    # Boxes of different classes are moved apart. In float32 their overlaps would then be rounded.
+    apart = pairs + (classes * (pairs.max() - pairs.min() + 1))[:, None]
+    kept = nms(apart, scores[proposals, classes].double(), threshold)
+    best = torch.full_like(scores, -1.0)
+    best[proposals[kept], classes[kept]] = scores[proposals[kept], classes[kept]]
     conf, index = best.max(1)
-    return conf, classes[index]
-
-
-def _suppress(boxes: Tensor, threshold: float) -> Tensor:
-    """Non-maximum suppression in K classes at once: which of D boxes [K, D, 4], by descending score, survive; bool [K, D]."""
-    left, top, right, bottom = boxes.unbind(-1)
-    area = (right - left) * (bottom - top)
-    survives = torch.zeros_like(area, dtype=torch.bool)
-    alive = torch.ones_like(survives)
-    while alive.any():
-        first = alive.byte().argmax(1, keepdim=True)  # index 0 where none is alive, which changes nothing
-        x0, y0, x1, y1, first_area = (each.gather(1, first) for each in (left, top, right, bottom, area))
-        across = (torch.minimum(x1, right) - torch.maximum(x0, left)).clamp_(min=0)
-        down = (torch.minimum(y1, bottom) - torch.maximum(y0, top)).clamp_(min=0)
-        overlap = across.mul_(down)
-        alive.masked_fill_(overlap / (first_area + area - overlap) > threshold, False)
-        alive.scatter_(1, first, False)
-        survives.scatter_(1, first, True)
-    return survives
+    return conf, index
 
 
 def to_regions(

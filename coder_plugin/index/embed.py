@@ -116,7 +116,8 @@ def embed_unit(embedding: Embedding, unit: int, path: str | Path, header: Header
     Raises:
         CoderError: too many bad samples in the unit, or a shard that cannot be read.
     """
-    bad = BadSamples(embedding.units.source.name, embedding.encoder.max_bad_samples)
+    encoder = embedding.encoder
+    bad = BadSamples(embedding.units.source.name, encoder.max_bad_samples, reads_regions=encoder.reads_regions)
     with contextlib.closing(embedding.blocks([unit], header)) as blocks:
         summary = _write(embedding, next(blocks), blocks, Path(path), header, bad, lambda count: None)
     bad.finish()
@@ -196,7 +197,7 @@ def begin(
     def make_header() -> Header:
         views = 1
         if what != "captions":
-            example = units.first(first % len(units))
+            example = units.first(first % len(units), reads_regions=embedding.encoder.reads_regions)
             check(example)
             vectors, _ = embedding.encoder.image([example])
             views = vectors.shape[1] if vectors.ndim == 3 else 1
@@ -262,7 +263,7 @@ def embed_all(
     folder, units = Path(folder), embedding.units
     remove_all_leftovers(folder)
     claims = Claims(folder, header, index=index, count=count, wait=wait)
-    bad = BadSamples(units.source.name, embedding.encoder.max_bad_samples)
+    bad = BadSamples(units.source.name, embedding.encoder.max_bad_samples, reads_regions=embedding.encoder.reads_regions)
     made: dict[int, UnitSummary] = {}
     with contextlib.closing(claims), _Progress(folder, header, units.images, shown=shown) as progress:
         with contextlib.closing(embedding.blocks(claims, header)) as blocks:

@@ -19,8 +19,7 @@ from coder_plugin.locations import absolute
 HERE = Path(__file__).resolve().parent
 #: 36 regions of an image: the cells of the last feature map.
 NETWORK = shlex.split(
-    "--detector timm --detector-model tf_efficientnet_lite0 --weights towers/lite0.safetensors --image-size 192 "
-    "--to precomp --split val"
+    "--detector timm --detector-model tf_efficientnet_lite0 --weights towers/lite0.safetensors --image-size 192 --split val"
 )
 
 #: AsCL's figure 3: caches of texts with one kind of noise, or of positives.
@@ -95,7 +94,9 @@ def prepare(options: argparse.Namespace) -> None:
     ]
     for data, folder, split in parts:
         if data is not None and not (work / folder / f"{split}_ims.npy").is_file():
-            call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), folder, *NETWORK, "--to-split", split)
+            shards = f"{folder}-shards"
+            call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), shards, *NETWORK, "--to-split", split)
+            call("-m", "coder_plugin.cli", "regions", "convert", shards, folder, "--to", "precomp", "--split", split)
     towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
     train, held_out, val = map(absolute, (options.train_data, options.held_out, options.val_data))
     regions = ["--train-data", "regions", "--val-data", "regions", "--report-data", "regions-val"]

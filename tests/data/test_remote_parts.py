@@ -8,14 +8,12 @@ import json
 import re
 import tarfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch.multiprocessing import start_processes
 
 from coder_plugin import distributed
 from coder_plugin.data import open_source
@@ -25,12 +23,12 @@ from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.regions.shards import write_shard
 from coder_plugin.data.source import SHARD
-from coder_plugin.detectors.extract import Job, extract
+from coder_plugin.detectors.extract import Job, extract, work
 from coder_plugin.errors import CoderError
 from coder_plugin.index import build, embed
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
-from tests import fresh, gloo
+from tests import gloo
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
 from tests.evaluation.test_evaluate import make_encoder
@@ -232,29 +230,31 @@ def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path
 # an extraction
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes with the imports done, in place of spawned ones, which tests/detectors/test_extract.py has."""
-    fresh.context()
-    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
+def extract_by_ranks(job: Job, ranks: int) -> int:
+    """The number of images that this many ranks of a launcher extract, here one after another."""
+    job.notes.mkdir(parents=True)
+    for rank in range(1, ranks):
+        work(job, rank, ranks)
+    if ranks > 1:
+        work(job, 0, ranks)
+        return sum(note["images"] for note in job.done().values())
+    return extract(job).images
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_process_without_a_shard_of_its_own_fetches_none(tmp_path):
+def test_a_rank_without_a_shard_of_its_own_fetches_none(tmp_path):
     write_shards(tmp_path, shards=1, size=7, side=40)
     options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
-    assert extract(Job(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), processes=2).images == 7
+    assert extract_by_ranks(Job(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), 2) == 7
     assert fetched(tmp_path) == Counter([0])
 
 
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
-def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, processes, workers):
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 2)])
+def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, ranks, workers):
     write_shards(tmp_path, shards=3, size=7, side=40)
     options: Any = {"detector": Means, "batch_size": 3, "workers": workers}
     local = Job(source=open_source(str(tmp_path / "s{0..2}.tar")), folder=tmp_path / "local", shard_size=7, **options)
     remote = Job(source=open_source(spec(tmp_path, 3)), folder=tmp_path / "remote", shard_size=1, **options)
-    assert extract(local).images == 21 == extract(remote, processes=processes).images
+    assert extract(local).images == 21 == extract_by_ranks(remote, ranks)
     assert fetched(tmp_path) == Counter(range(3))
     shards = [{name: value for name, value in contents(out).items() if re.search("[0-9].tar", name)}
               for out in (local.folder, remote.folder)]  # fmt: skip

@@ -1,8 +1,6 @@
-"""The C4 detector: its shape and arithmetic are bottom-up-attention's, and so are its names understood."""
+"""The C4 detector: its shape and arithmetic are bottom-up-attention's."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from PIL import Image
 from torchvision.ops import roi_pool
 
 from coder_plugin.detectors.c4 import C4, Network, anchors
-from coder_plugin.detectors.c4_names import translate_names
 from coder_plugin.errors import CoderError
 
 SMALL = {"image_size": 64, "max_size": 100, "proposals": 8}
@@ -86,46 +83,12 @@ def test_anchors_are_py_faster_rcnns():
     assert [box[2] - box[0] + 1 for box in inclusive[:4]] == [92, 184, 368, 736]
 
 
-def detectron_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our names as bottom-up-attention.pytorch's modules would have them."""
-    theirs = {"pixel_mean": torch.zeros(3), "roi_heads.box_predictor.bbox_pred.weight": torch.zeros(4, 2048)}
-    for name, value in state.items():
-        name = re.sub(r"^trunk\.conv1\.", "backbone.stem.conv1.", name)
-        name = re.sub(r"^trunk\.bn1\.", "backbone.stem.conv1.norm.", name)
-        name = re.sub(r"^trunk\.layer(\d)", lambda found: f"backbone.res{int(found[1]) + 1}", name)
-        name = re.sub(r"^res5\.", "roi_heads.res5.", name)
-        name = re.sub(r"\.bn(\d)\.", r".conv\1.norm.", name)
-        name = name.replace(".downsample.0.", ".shortcut.").replace(".downsample.1.", ".shortcut.norm.")
-        name = name.replace("rpn.head.conv.0.0", "proposal_generator.rpn_head.conv")
-        name = name.replace("rpn.head.bbox_pred", "proposal_generator.rpn_head.anchor_deltas")
-        name = re.sub(r"^(cls_|attr_)", r"roi_heads.box_predictor.\1", name)
-        if name.startswith("rpn.head.cls_logits"):
-            name = name.replace("rpn.head.cls_logits", "proposal_generator.rpn_head.objectness_logits")
-            value = torch.cat([torch.full_like(value, 0.25), value + 0.25])  # background and foreground
-        theirs[name] = value
-    return theirs
-
-
-def test_a_checkpoint_under_detectrons_names_gives_the_same_regions_and_attributes(tmp_path):
+def test_weights_with_attributes(tmp_path):
     torch.manual_seed(0)
-    state = Network(classes=12, attributes=6, proposals=8).state_dict()
-    theirs = detectron_names(state)
-    assert "backbone.res2.0.conv1.norm.weight" in theirs and "roi_heads.res5.0.shortcut.norm.bias" in theirs
-    torch.save(state, tmp_path / "ours.pth")
-    torch.save(theirs, tmp_path / "theirs.pth")
-    ours, same = (C4(weights=str(tmp_path / f"{name}.pth"), **SMALL) for name in ("ours", "theirs"))
-    a, b = ours(PICTURES[:1])[0], same(PICTURES[:1])[0]
-    np.testing.assert_allclose(a.features, b.features, rtol=1e-5)
-    np.testing.assert_allclose(a.boxes, b.boxes, atol=1e-3)
-    assert a.extras["attrs_id"].max() < 5 and a.extras["objects_id"].max() < 11
-    np.testing.assert_array_equal(a.extras["attrs_id"], b.extras["attrs_id"])
-
-
-def test_objectness_is_the_difference_of_foreground_and_background():
-    logits = torch.randn(24)
-    ours = translate_names({"proposal_generator.rpn_head.objectness_logits.bias": logits})["rpn.head.cls_logits.bias"]
-    expected = torch.stack([logits[:12], logits[12:]]).softmax(0)[1]
-    torch.testing.assert_close(ours.sigmoid(), expected)
+    torch.save(Network(classes=12, attributes=6, proposals=8).state_dict(), tmp_path / "weights.pth")
+    regions = C4(weights=str(tmp_path / "weights.pth"), **SMALL)(PICTURES[:1])[0]
+    assert regions.extras["attrs_id"].max() < 5 and regions.extras["objects_id"].max() < 11
+    assert ((regions.extras["attrs_conf"] > 0) & (regions.extras["attrs_conf"] < 1)).all()
 
 
 def test_bad_options(tmp_path):

@@ -55,12 +55,11 @@ def test_a_folder_of_pictures_to_shards(folder):
     assert "was begun with grid 2, not 3" in fault(*[word if word != "2" else "3" for word in words])
 
 
-def test_a_data_set_with_captions_to_precomp(folder):
+def test_a_data_set_with_captions(folder):
     rows = ["filepath\ttitle", *(f"{name}\ta {name}" for name in ("b.jpg", "a.PNG"))]
     (folder / "in/table.csv").write_text("\n".join(rows) + "\n")
-    run(str(folder / "in/table.csv"), str(folder / "out"), *TIMM, "--to", "precomp", "--to-split", "dev")
-    assert (folder / "out/dev_caps.txt").read_text() == "a b.jpg\na a.PNG\n"
-    assert np.load(folder / "out/dev_ims.npy").shape[0] == 2
+    run(str(folder / "in/table.csv"), str(folder / "out"), *TIMM, "--to-split", "dev")
+    assert ShardFile(str(folder / "out"), split="dev").captions == {"b.jpg": ("a b.jpg",), "a.PNG": ("a a.PNG",)}
 
 
 def test_a_whole_image_feature(folder):

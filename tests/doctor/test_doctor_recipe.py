@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from coder_plugin.data.regions.base import Record, Regions
+from coder_plugin.data.regions.shards import write_shard
 from coder_plugin.doctor import captions
 from coder_plugin.doctor.findings import Finding
 from tests.conftest import TINY
-from tests.data.regions import layouts
 from tests.doctor import made
 from tests.doctor.made import amiss, examine
 from tests.training import region_data
@@ -202,8 +202,8 @@ def test_regions_from_another_file(tmp_path: Path) -> None:
     """Captions in one place and regions in another, of which one lacks."""
     karpathy = region_data.write_karpathy(tmp_path / "dataset.json")
     records = [Record(r.name, r.regions) for r in region_data.records("train")][:-1]
-    layouts.write_folder(tmp_path / "regions", records)
-    flags = {"train_data": karpathy, "regions": str(tmp_path / "regions")}
+    write_shard(str(tmp_path / "regions.tar"), records)
+    flags = {"train_data": karpathy, "regions": str(tmp_path / "regions.tar")}
     found = amiss(examine(**flags))
     assert found.keys() == {"train.said", "train.regions.unreadable"}
     assert "train_047" in found["train.said"].text and "train_047" in found["train.regions.unreadable"].text

@@ -268,7 +268,9 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
             (cwd / "towers" / "lite0.safetensors").touch()
             (cwd / "towers" / "lite0-minilm.json").write_text(json.dumps({"text_cfg": {"hf_model_name": str(tmp_path)}}))
         elif "extract" in command:
-            folder = cwd / command[command.index("extract") + 2]
+            pass
+        elif "convert" in command:
+            folder = cwd / command[command.index("convert") + 2]
             folder.mkdir(exist_ok=True)
             (folder / f"{command[-1]}_ims.npy").touch()
         elif "cache" in command:
@@ -292,23 +294,24 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     flickr8k_prepare.prepare(options)
     [concepts] = [command for command in calls if "concepts" in command]
     assert concepts[concepts.index("--vectors") + 1] == "none"
-    assert len(calls) == 14  # towers, regions of three splits, three caches and six of other texts, concepts
+    assert len(calls) == 17  # towers, regions of three splits in two steps, three caches and six of other texts, concepts
     noise = {call[call.index("cache") + 1]: call[call.index("--noise") + 1] for call in calls if "--noise" in call}
     assert noise["words-shuffle.pt"] == "shuffle" and len(noise) == 4
     assert not any("--test-data" in command for command in calls)
     flickr8k_prepare.prepare(options)
-    assert len(calls) == 14
+    assert len(calls) == 17
     options.test_data, test = "d.tar", str(Path("d.tar").absolute())
     for _ in range(2):  # the second time there is nothing to do
         flickr8k_prepare.prepare(options)
-        assert calls[14][3:6] == ["extract", test, "regions-test"] and len(calls) == 18
-        assert [command[command.index("--test-data") + 1] for command in calls[15:]] == [test, test, "regions-test"]
+        assert calls[17][3:6] == ["extract", test, "regions-test-shards"] and len(calls) == 22
+        assert calls[18][3:6] == ["convert", "regions-test-shards", "regions-test"]
+        assert [command[command.index("--test-data") + 1] for command in calls[19:]] == [test, test, "regions-test"]
     assert (tmp_path / "work" / "shards" / "test" / "d.tar").is_symlink()
     calls.clear()
     options.test_data, options.work, options.settings = None, tmp_path / "one", ["frozen"]
     flickr8k_prepare.prepare(options)
     assert [command[2] for command in calls if "cache" in command] == ["frozen.pt"]
-    assert len(calls) == 6  # with towers, regions of three splits and concepts
+    assert len(calls) == 9  # with towers, regions of three splits and concepts
     options.test_data = "d.tar"
     flickr8k_prepare.prepare(options)
-    assert [command[2] for command in calls if "cache" in command] == ["frozen.pt", "frozen.pt"] and len(calls) == 8
+    assert [command[2] for command in calls if "cache" in command] == ["frozen.pt", "frozen.pt"] and len(calls) == 12

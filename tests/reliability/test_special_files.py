@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from coder_plugin.data.regions.shards import _add_sizes
+from coder_plugin.data.regions.shards import add_sizes
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.tables import open_csv, open_karpathy
@@ -78,7 +78,7 @@ def test_beside_shards(make: Make, name: str, tmp_path: Path) -> None:
 def test_sizes_are_not_written_over(make: Make, tmp_path: Path) -> None:
     make(tmp_path / "sizes.json")
     with pytest.raises(OSError, match="it is not a regular file"):
-        _add_sizes(str(tmp_path), {"0.tar": 1})
+        add_sizes(str(tmp_path), {"0.tar": 1})
     assert not (tmp_path / "sizes.json").is_file()
 
 

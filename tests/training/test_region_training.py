@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from coder_plugin.cli import main
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
+from coder_plugin.data.regions.shards import write_shard
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
 from coder_plugin.functional import triplet
@@ -352,16 +353,17 @@ def test_an_export_starts_another_run_and_needs_no_bert(tmp_path, made):
 # captions from one file, regions from another
 
 
-@pytest.mark.parametrize("layout", ["tsv", "hdf5", "folder"])
+@pytest.mark.parametrize("layout", ["shards", "precomp"])
 def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
-    if layout == "hdf5":
-        pytest.importorskip("h5py")
-    path = tmp_path / {"tsv": "regions.tsv", "hdf5": "regions.h5", "folder": "regions"}[layout]
+    """The regions of all splits in one, as ``regions extract`` and ``regions convert`` write them."""
     everything = [record for split in region_data.SPLITS for record in region_data.records(split)]
     left_out = {"train_003", "train_030", "dev_007"}
-    write = {"tsv": layouts.write_tsv, "hdf5": layouts.write_hdf5, "folder": layouts.write_folder}[layout]
-    write(path, [each for each in everything if each.name not in left_out])
-    data = {"train_data": made["karpathy"], "val_data": made["karpathy"], "regions": str(path), "regions_type": layout}
+    layouts.write_tsv(tmp_path / "regions.tsv", [each for each in everything if each.name not in left_out])
+    data = {"train_data": made["karpathy"], "val_data": made["karpathy"], "regions": str(tmp_path / "regions.tsv")}
+    with pytest.raises(CoderError, match="files of the layout tsv are not trained on: convert them once .coder-plugin regions"):
+        Trainer.from_config(config(made, tmp_path, "direct", **data))
+    assert main(["regions", "convert", data["regions"], str(tmp_path / "regions"), "--to", layout]) == 0
+    data["regions"] = str(tmp_path / "regions")
     with caplog.at_level(logging.WARNING):
         found = Trainer.from_config(config(made, tmp_path, **data, epochs=1, val_frequency=1)).run()
     assert found["last"]["images"] == 23 and found["last"]["texts"] == 115
@@ -376,10 +378,24 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
 
 def test_regions_of_other_images(tmp_path, made):
     others = [Record(f"other{n}", Regions(np.ones((2, 12), np.float32), np.ones((2, 4), np.float32))) for n in range(3)]
-    layouts.write_tsv(tmp_path / "others.tsv", others)
-    data = {"train_data": made["karpathy"], "regions": str(tmp_path / "others.tsv"), "regions_type": "tsv"}
+    write_shard(str(tmp_path / "others.tar"), others)
+    data = {"train_data": made["karpathy"], "regions": str(tmp_path / "others.tar")}
     with pytest.raises(CoderError, match="none of 48 images has regions.*'train_000.jpg'.*'other0'"):
         Trainer.from_config(config(made, tmp_path, **{**data, "val_data": None}))
+
+
+@pytest.mark.parametrize("command", ["eval {run} --val-data {data}", "index {run} --data {data} --output {out}", "train"])
+def test_regions_that_are_forgotten(tmp_path, made, capsys, command):
+    """The captions name pictures, which need not exist where regions are read."""
+    if command == "train":
+        with pytest.raises(CoderError, match=r"not found.*reads region features: name their files \(--regions\)"):
+            Trainer.from_config(config(made, tmp_path, train_data=made["karpathy"]))
+        return
+    Trainer.from_config(config(made, tmp_path, model="region-bigru", loss="dcl", epochs=1)).run()
+    words = command.format(run=tmp_path / "run", data=made["karpathy"], out=tmp_path / "out").split()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "this model reads region features: name their files (--regions)" in error and "--image-root" not in error
 
 
 # damaged features

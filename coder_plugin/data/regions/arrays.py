@@ -18,10 +18,9 @@ L regions of an image, R channels, G channels of the whole image. Pickled arrays
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -35,8 +34,6 @@ _EXTRA = "x_"  # prefix of an extra's name in our files
 
 #: Most bytes of an image's arrays. Those of 100 regions of 4,096 channels have 1.6 million.
 LARGEST_ARRAYS = 256 << 20
-#: Stands for an array that is a pickle.
-PICKLED = np.empty(0, object)
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
@@ -45,26 +42,26 @@ def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
     Raises:
         ValueError: arrays that are missing, ambiguous, pickled, or do not fit each other.
     """
-    for name, array in arrays.items():
-        if array.dtype.hasobject and (name in _RESERVED - {"info"}):
-            raise ValueError(f"{name!r} is pickled (dtype object), which is never unpickled; save it as numbers")
-    features_name = _one(arrays, _FEATURES)
-    boxes_name = _one(arrays, _BOXES)
-    ours = features_name == "features" and "size" in arrays
-    if features_name is None:
+    pickled = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
+    if wrong := [name for name in pickled if name in _RESERVED - {"info"}]:
+        raise ValueError(f"{wrong[0]!r} is pickled (dtype object), which is never unpickled; save it as numbers")
+    if pickled:
+        warn_once(path, f"left out, since pickled arrays are never unpickled: {', '.join(pickled)}")
+    key, boxes_key = _one(arrays, _FEATURES), _one(arrays, _BOXES)
+    if key is None:
         raise ValueError(f"no features: none of {', '.join(_FEATURES)} among {', '.join(arrays) or 'no arrays'}")
-    features = arrays[features_name]
-    boxes = arrays[boxes_name] if boxes_name else None
+    features, boxes = arrays[key], arrays[boxes_key] if boxes_key else None
+    ours = key == "features" and "size" in arrays
     count = _count(arrays, boxes)
     if features.ndim == 2 and count is not None and len(features) != count:
         if ours or features.shape[1] != count:
-            raise ValueError(f"{features_name} has shape {list(features.shape)}, but there are {count} boxes")
+            raise ValueError(f"{key} has shape {list(features.shape)}, but there are {count} boxes")
         features = features.T
-    size = None
-    if boxes is not None and boxes_name == "norm_bb":
+    size = (1.0, 1.0)
+    if boxes is not None and boxes_key == "norm_bb":
         if boxes.ndim != 2 or boxes.shape[1] not in (4, 6, 7):
             raise ValueError(f"norm_bb has shape {list(boxes.shape)}, not [regions, 4, 6 or 7]")
-        boxes, size = boxes[:, :4], (1.0, 1.0)
+        boxes = boxes[:, :4]
     elif ours:
         if arrays["size"].shape != (2,) or arrays["size"].dtype.kind not in "fiu":
             raise ValueError(f"size is {arrays['size'].dtype} of shape {list(arrays['size'].shape)}, not width and height")
@@ -72,23 +69,17 @@ def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
     elif "image_w" in arrays and "image_h" in arrays:
         size = _scalar(arrays, "image_w"), _scalar(arrays, "image_h")
     elif boxes is not None:
-        warn_once(path, f"boxes are left out: without image_w and image_h the unit of {boxes_name} is unknown")
+        warn_once(path, f"boxes are left out: without image_w and image_h the unit of {boxes_key} is unknown")
         boxes = None
     if boxes is not None and boxes.dtype.kind not in "fiu":
-        raise ValueError(f"{boxes_name} is {boxes.dtype}, not numbers")
-    pickled = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
-    if pickled:
-        warn_once(path, f"left out, since pickled arrays are never unpickled: {', '.join(pickled)}")
+        raise ValueError(f"{boxes_key} is {boxes.dtype}, not numbers")
+    extras = {
+        name.removeprefix(_EXTRA) if key == "features" else name: array
+        for name, array in arrays.items()
+        if not (name in _RESERVED or ours and name == "size") and array.ndim and not array.dtype.hasobject
+    }
     return Regions(
-        features=native(features),
-        boxes=None if boxes is None else np.array(boxes, np.float32),
-        size=size or (1.0, 1.0),
-        global_feature=arrays.get("whole"),
-        extras={
-            name.removeprefix(_EXTRA) if features_name == "features" else name: array
-            for name, array in arrays.items()
-            if not (name in _RESERVED or ours and name == "size") and array.ndim and not array.dtype.hasobject
-        },
+        native(features), None if boxes is None else boxes.astype(np.float32), size, arrays.get("whole"), extras
     )
 
 
@@ -122,57 +113,36 @@ def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     return buffer.getvalue()
 
 
-def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Every array of an ``.npz`` file, :data:`PICKLED` for arrays of objects; ``ValueError`` where the file is damaged."""
+def read_npz(file: IO[bytes]) -> dict[str, np.ndarray]:
+    """Every array of an ``.npz`` file, an empty one of dtype object for pickles; ``ValueError`` where the file is damaged."""
     if file.read(4) not in (b"PK\3\4", b"PK\5\6"):  # NumPy reads anything else as a pickle
         raise ValueError("not an .npz file (no ZIP archive)")
     file.seek(0)
+    arrays: dict[str, np.ndarray] = {}
     try:
         with np.load(file, allow_pickle=False) as archive:
             size = sum(member.file_size for member in archive.zip.infolist())
             if size > LARGEST_ARRAYS:
-                raise BadSample("file_size", f"its arrays have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
-            return {name: _member(archive, name) for name in archive.files}
+                raise ValueError(f"its arrays have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+            for name in archive.files:
+                try:
+                    arrays[name] = archive[name]
+                except ValueError as exc:
+                    if "Object arrays cannot be loaded" not in str(exc):  # NumPy has no exception type for it
+                        raise
+                    arrays[name] = np.empty(0, object)
+                if not isinstance(arrays[name], np.ndarray):  # NumPy returns the bytes of members that are not .npy
+                    raise ValueError(f"{name!r} in the .npz file is not an array")
     except (OSError, ValueError):
         raise
     except Exception as exc:  # NumPy and zipfile raise many kinds of errors on damaged files
         raise ValueError(f"damaged .npz file: {type(exc).__name__}: {exc}") from exc
+    return arrays
 
 
-def read_npy(path: str) -> np.ndarray:
-    """An ``.npy`` file, with the same errors as :func:`read_npz`."""
-    with open(path, "rb") as file:
-        if file.read(6) != b"\x93NUMPY":
-            raise ValueError(f"{os.path.basename(path)} is not an .npy file")
-        file.seek(0)
-        if (size := os.fstat(file.fileno()).st_size) > LARGEST_ARRAYS:
-            raise BadSample("file_size", f"{os.path.basename(path)} has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
-        try:
-            return np.load(file, allow_pickle=False)
-        except OSError:
-            raise
-        except Exception as exc:
-            if _is_pickled(exc):
-                raise ValueError(
-                    f"{os.path.basename(path)} is pickled (dtype object), which is never unpickled; save it as numbers"
-                ) from None
-            raise ValueError(f"damaged .npy file {os.path.basename(path)}: {type(exc).__name__}: {exc}") from exc
-
-
-def _member(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    try:
-        array = archive[name]
-    except ValueError as exc:
-        if _is_pickled(exc):
-            return PICKLED
-        raise
-    if not isinstance(array, np.ndarray):  # NumPy returns the bytes of members that are not .npy
-        raise ValueError(f"{name!r} in the .npz file is not an array")
-    return array
-
-
-def _is_pickled(exc: Exception) -> bool:
-    return "Object arrays cannot be loaded" in str(exc)  # NumPy has no exception type for it
+def native(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous array in this machine's byte order, which PyTorch needs."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def _one(arrays: Mapping[str, np.ndarray], names: tuple[str, ...]) -> str | None:
@@ -197,8 +167,3 @@ def _scalar(arrays: Mapping[str, np.ndarray], name: str) -> float:
     if array.size != 1 or array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise ValueError(f"{name} is {array.dtype} of shape {list(array.shape)}, not one finite number")
     return float(array.reshape(()))
-
-
-def native(array: np.ndarray) -> np.ndarray:
-    """A C-contiguous array in this machine's byte order, which PyTorch needs."""
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -1,14 +1,14 @@
-"""An image as a set of regions, and what every file layout of them provides.
+"""An image as a set of regions, and what file layouts of them provide.
 
 Shapes: L regions of an image (at least one), R channels of a region, G channels of the whole image.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Regions:
     """The regions of one image, in the file's order (a detector's: by falling score).
 
     Args:
-        features: [L, R] of a float dtype, as stored.
+        features: [L, R] of a float dtype, as stored. It may be a read-only part of a file that is mapped to memory.
         boxes: [L, 4] float32: left, top, right, bottom, in the units of ``size``; or None.
         size: (width, height) of the image in the boxes' units: pixels, or (1, 1) where boxes are fractions.
         global_feature: [G], a feature of the whole image, or None.
@@ -63,7 +63,7 @@ class Regions:
         if whole is not None and (whole.ndim != 1 or whole.dtype.kind not in "fiu"):
             raise ValueError(f"the global feature is {whole.dtype} of shape {list(whole.shape)}; it must be numbers [channels]")
         for name, array in (("features", self.features), ("boxes", self.boxes), ("global feature", self.global_feature)):
-            if array is not None and not np.isfinite(array).all():
+            if array is not None and not _is_finite(array):
                 count = int((~np.isfinite(array)).sum())
                 raise ValueError(f"{count} of {array.size} numbers in the {name} are NaN or infinite")
         for name, array in self.extras.items():
@@ -82,6 +82,15 @@ class Regions:
         return (self.boxes / np.asarray([width, height, width, height])).astype(np.float32)
 
 
+def _is_finite(array: np.ndarray) -> bool:
+    if array.dtype == np.float32 and array.flags.c_contiguous:
+        flat = array.reshape(-1)
+        with np.errstate(all="ignore"):  # half the time of isfinite, but squares of numbers above 1e19 overflow
+            if np.isfinite(np.dot(flat, flat)):
+                return True
+    return bool(np.isfinite(array).all())
+
+
 class Record(NamedTuple):
     """An image to be written to a file: its name, its regions, and its captions if any."""
 
@@ -90,9 +99,20 @@ class Record(NamedTuple):
     captions: tuple[str, ...] = ()
 
 
+class Entry(NamedTuple):
+    """An image in a file that is read in its order.
+
+    ``load`` is called before the next entry is taken, if at all; it raises ``ValueError`` where the entry is damaged.
+    """
+
+    name: str
+    load: Callable[[], Regions]
+    captions: tuple[str, ...] = ()
+
+
 #: Image names to their regions, in the file's order. ``file[name]`` reads one image; it raises ``KeyError`` for an unknown
-#: name and ``BadSample`` for a damaged entry. A file can be pickled for loader workers, is opened anew in each process, and
-#: keeps neither features nor mapped pages in memory (a file of any size is read within 300 MB). It needs no ``close()``.
+#: name and ``BadSample`` for a damaged entry. A file can be pickled for loader workers and needs no ``close()``. Captions that
+#: it holds are its attribute ``captions``, names to tuples of texts.
 RegionFile = Mapping[str, Regions]
 
 #: What a record may carry besides its name, features and boxes.
@@ -103,47 +123,26 @@ PARTS = ("captions", "global_feature", "extras")
 class RegionFormat:
     """One file layout: an entry point of the group ``coder_plugin.regions``.
 
+    A truncated file or one of another layout is a ``CoderError`` that names the file and the fault.
+
     Args:
-        open: ``open(path, *, split)`` -> :data:`RegionFile`. A truncated file or one of another layout is a ``CoderError``
-            that names the file and the fault. ``split`` matters only where one path holds several splits.
         matches: ``matches(path)`` says whether a path looks like this layout: by its name or, for a folder, its files' names.
-        write: ``write(path, records, *, split)`` -> number of records written; None for layouts that are only read. It takes
-            any iterable of :class:`Record`, holds one record at a time, and leaves no partial file when it fails.
+        open: ``open(path, *, split)`` -> :data:`RegionFile`, for layouts that can be trained on. ``split`` matters only where
+            one path holds several.
+        read: ``read(path)`` -> iterator of :class:`Entry`, every image once, for layouts that are only converted. An image
+            that the file lists and lacks is a ``CoderError``.
+        write: ``write(path, records, *, split)`` -> number of records written; None for layouts that are not written. It
+            takes any iterable of :class:`Record`, holds one record at a time, and leaves no partial file when it fails.
+        splits: ``splits(path)`` -> the splits that a path holds, for layouts with splits.
         keeps: which of :data:`PARTS` the layout stores.
     """
 
-    open: Callable[..., RegionFile]
     matches: Callable[[str], bool]
+    open: Callable[..., RegionFile] | None = None
+    read: Callable[[str], Iterator[Entry]] | None = None
     write: Callable[..., int] | None = None
+    splits: Callable[[str], Sequence[str]] | None = None
     keeps: tuple[str, ...] = PARTS
-
-
-class IndexedRegions(Mapping[str, Regions]):
-    """A file of regions whose image names are read when it is opened, each with the place of its entry."""
-
-    def __init__(self, path: str, index: dict[str, Any]) -> None:
-        if not index:
-            raise CoderError(f"{path}: no images")
-        self.path = path
-        self._index = index
-
-    @abstractmethod
-    def _read(self, name: str, place: Any) -> Regions:
-        """Read one image; file and image are added to the message of a ``ValueError``."""
-
-    def __getitem__(self, name: str) -> Regions:
-        place = self._index[name]
-        with entry_errors(self.path, name):
-            return self._read(name, place)
-
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the image
-        return name in self._index
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
 
 
 @contextmanager
@@ -158,10 +157,6 @@ def entry_errors(path: str, name: str) -> Iterator[None]:
         raise BadSample(kind, f"{path}: image {name!r}: {exc}") from exc
 
 
-def missing_file(path: str) -> CoderError:
-    return CoderError(f"{path}: no such file or folder")
-
-
 def warn_once(path: str, text: str) -> None:
     """Log a warning about a file once in a process, however many of its images show it."""
     if (path, text) not in _warned:
@@ -169,19 +164,13 @@ def warn_once(path: str, text: str) -> None:
         log.warning("%s: %s", path, text)
 
 
-def read_at(path: str, offset: int, length: int) -> bytes:
-    """``length`` bytes of a file from ``offset``; ``ValueError`` where the file ends earlier.
-
-    Opening the file for each reading costs microseconds and leaves no descriptor to share between processes.
-    """
-    with open(path, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), length, offset)
-        while len(data) < length:  # one call reads 2 GB at most
-            more = os.pread(file.fileno(), length - len(data), offset + len(data))
-            if not more:
-                raise ValueError(f"{path} ends before byte {offset + length}: it was truncated after it was opened")
-            data += more
-    return data
+def optional_package(module: str) -> Any:
+    """A module of a package that reading some layouts needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        package = module.partition(".")[0]
+        raise CoderError(f'this file needs the package {package}: pip install "coder-plugin[regions]"') from exc
 
 
 #: How :func:`names_of` changes a name, in its order.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from coder_plugin.data.regions import guess_format
-from coder_plugin.data.regions.base import Record, RegionFile, RegionFormat, Regions
+from coder_plugin.data.regions.base import Entry, Record, RegionFormat, Regions, log
 from coder_plugin.data.regions.join import examples, find_rule, match, without_image
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import track
@@ -16,8 +18,6 @@ from coder_plugin.registry import load, names
 
 if TYPE_CHECKING:
     from coder_plugin.data.source import Source
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,21 @@ def convert(
     missing_ok: bool = False,
     progress: bool = True,
 ) -> Report:
-    """Write the regions at ``source`` to ``destination``, holding one image at a time.
+    """Write the regions at ``source`` to ``destination`` in the file's order, holding one image at a time.
 
-    ``captions`` decides which images are written, in its order and under its keys. Without it, all images of the file are
-    written, with the captions that the file holds.
+    ``captions`` decides which images are written, and under which names. Without it, all images of the file are written, with
+    the captions that the file holds.
 
     Args:
+        source: a path, or files of one layout joined by ``::``.
         split: the split that is read; also the one that is written, unless ``to_split`` names another.
         captions_per_image: keep the first so many captions of each image.
         extras: also write further arrays, such as LXMERT's ``objects_id``; precomp files cannot store them.
         missing_ok: leave out captioned images without regions and damaged images, instead of refusing.
 
     Raises:
-        CoderError: an unknown layout or one that is only read, faulty files, an image that the layout cannot store, or,
-            without ``missing_ok``, a missing or damaged image. Nothing is left at the destination then.
+        CoderError: an unknown layout or one that is only read, faulty files, an image that the layout cannot store, two images
+            of one name, or, without ``missing_ok``, a missing or damaged image. Nothing is left at the destination then.
     """
     if captions_per_image is not None and captions_per_image < 1:
         raise CoderError(f"captions_per_image is {captions_per_image}; it must be 1 or more")
@@ -87,92 +88,119 @@ def convert(
     layout: RegionFormat = load("regions", to_kind)
     if layout.write is None:
         raise CoderError(f"{destination}: layout {to_kind} is only read; write one of: {', '.join(_writable())}")
-    regions: RegionFile = load("regions", from_kind).open(source, split=split)
+    file, entries = _open(source, load("regions", from_kind), split)
+    wanted: dict[str, tuple[str, tuple[str, ...]]] = {}  # names in the file to keys and captions
     missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    if captions is None:
-        # Layouts with captions of their own have them as an attribute.
-        own: Mapping[str, Sequence[str]] = getattr(regions, "captions", {})
-        rows = [(name, name, own.get(name, ())) for name in regions]
-    else:
-        rows, missing, unused = _join(source, regions, captions, missing_ok=missing_ok)
+    if captions is not None:
+        listed = dict.fromkeys(entry.name for entry in entries()) if file is None else file
+        wanted, missing = _join(listed, captions)
+        if missing and not missing_ok:
+            raise CoderError(
+                f"{source}: {len(missing)} of {len(wanted) + len(missing)} images of {captions.name} have no regions there, "
+                f"such as {examples(missing)}; allow missing images (--missing-ok) to leave them out"
+            )
+    unused: list[str] = []
     damaged: list[tuple[str, str]] = []
-    count = 0
+    read = written = 0
+    total = None if file is None else len(file)
 
-    def records() -> Iterator[Record]:
-        nonlocal count
-        for name, place, texts in track(rows, len(rows), what="images", shown=progress):
-            try:
-                entry = regions[place]
-            except ValueError as exc:
-                if not missing_ok:
-                    raise CoderError(f"{exc}; allow missing images (--missing-ok) to leave damaged ones out") from exc
-                log.warning("left out: %s", exc)
-                damaged.append((name, str(exc)))
+    def records() -> Generator[Record, None, None]:
+        nonlocal read, written
+        for entry in track(entries(), total, what="images", shown=progress):
+            read += 1
+            name, texts = wanted.get(entry.name, ("", ())) if captions is not None else (entry.name, entry.captions)
+            if not name:
+                unused.append(entry.name)
                 continue
-            entry = entry if extras else replace(entry, extras={})
-            _check(f"{source}: image {name!r}", entry, to_kind, layout.keeps)
+            image = f"{source}: image {entry.name!r}"
+            try:
+                regions = entry.load()
+            except CoderError:
+                raise
+            except ValueError as exc:
+                reason = str(exc).removeprefix(f"{image}: ")
+                if not missing_ok:
+                    raise CoderError(f"{image}: {reason}; --missing-ok leaves damaged images out") from exc
+                log.warning("left out: %s: %s", image, reason)
+                damaged.append((name, reason))
+                continue
+            if not extras:
+                regions = replace(regions, extras={})
+            if regions.extras and "extras" not in layout.keeps:
+                arrays = ", ".join(sorted(regions.extras))
+                raise CoderError(
+                    f"{image} has further arrays ({arrays}), which {to_kind} cannot store: drop them with --without-extras"
+                )
+            if regions.global_feature is not None and "global_feature" not in layout.keeps:
+                raise CoderError(f"{image} has a feature of the whole image, which {to_kind} cannot store")
             texts = tuple(texts[:captions_per_image])
-            count += len(texts)
-            yield Record(name, entry, texts)
+            written += len(texts)
+            yield Record(name, regions, texts)
 
+    stream = records()
     try:
-        images = layout.write(destination, records(), split=to_split or split)
-    except CoderError:
-        raise
-    except ValueError as exc:
-        raise CoderError(f"{destination}: {exc}") from exc
+        images = layout.write(destination, stream, split=to_split or split)
+    finally:
+        stream.close()
+    if images + len(unused) + len(damaged) != read:
+        left = len(unused) + len(damaged)
+        raise CoderError(f"{destination}: {images} images were written of {read} read and {left} left out: delete it")
     return Report(
         images=images,
-        captions=count,
+        captions=written,
         from_kind=from_kind,
         to_kind=to_kind,
         missing=missing,
-        unused=unused,
+        unused=tuple(unused),
         damaged=tuple(damaged),
     )
 
 
+def _open(
+    source: str, layout: RegionFormat, split: str
+) -> tuple[Mapping[str, Regions] | None, Callable[[], Iterator[Entry]]]:
+    """The images by name, for a layout that finds them so, and a function that reads the file from its start."""
+    if layout.open is None:
+        assert layout.read is not None
+        read = layout.read
+        return None, lambda: chain.from_iterable(map(read, source.split("::")))
+    file = layout.open(source, split=split)
+
+    def entries() -> Iterator[Entry]:
+        captions: Mapping[str, tuple[str, ...]] = getattr(file, "captions", {})
+        for name in file:
+            yield Entry(name, partial(file.__getitem__, name), captions.get(name, ()))
+        for name, reason in getattr(file, "damaged", {}).items():
+            yield Entry(name, partial(_fail, reason))
+
+    return file, entries
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
 def _join(
-    source: str, regions: RegionFile, captions: Source, *, missing_ok: bool
-) -> tuple[list[tuple[str, str, Sequence[str]]], tuple[str, ...], tuple[str, ...]]:
-    """(key, name in the file, captions) of each captioned image; the keys without regions; the file's unused names."""
+    regions: Mapping[str, Any], captions: Source
+) -> tuple[dict[str, tuple[str, tuple[str, ...]]], tuple[str, ...]]:
+    """The file's names of captioned images, to their keys and captions; and the keys of the images without regions."""
     listed = [item for _, item in captions.items()]
     items = [without_image(item) for item in listed if item.fault is None]
     if bad := [item for item in listed if item.fault is not None]:
         log.warning("%s: left out %d bad samples, the first: %r: %s", captions.name, len(bad), bad[0].key, bad[0].fault)
     matches = match(items, regions, find_rule(items, regions, where=captions.name), where=captions.name)
-    missing = tuple(item.key for item in items if item.key not in matches)
-    if missing and not missing_ok:
-        raise CoderError(
-            f"{source}: {len(missing)} of {len(items)} images of {captions.name} have no regions there, such as "
-            f"{examples(missing)}; allow missing images (--missing-ok) to leave them out"
-        )
-    rows: list[tuple[str, str, Sequence[str]]] = [
-        (item.key, matches[item.key], item.captions) for item in items if item.key in matches
-    ]
     resolve = getattr(regions, "resolve", str)  # some layouts find an image by several names
-    used = set(map(resolve, matches.values()))
-    return rows, missing, tuple(name for name in regions if name not in used)
-
-
-def _check(image: str, regions: Regions, kind: str, keeps: tuple[str, ...]) -> None:
-    """Refuse to lose what the layout cannot store."""
-    if regions.extras and "extras" not in keeps:
-        arrays = ", ".join(sorted(regions.extras))
-        raise CoderError(f"{image} has further arrays ({arrays}), which {kind} cannot store: drop them with --without-extras")
-    if regions.global_feature is not None and "global_feature" not in keeps:
-        raise CoderError(f"{image} has a feature of the whole image, which {kind} cannot store: choose another layout")
+    wanted: dict[str, tuple[str, tuple[str, ...]]] = {
+        resolve(matches[item.key]): (item.key, item.captions) for item in items if item.key in matches
+    }
+    return wanted, tuple(item.key for item in items if item.key not in matches)
 
 
 def _writable() -> list[str]:
     """The layouts that can be written; plugins that cannot be imported are skipped."""
     kinds = []
     for name in names("regions"):
-        try:
+        with suppress(CoderError):
             layout: RegionFormat = load("regions", name)
-        except CoderError:
-            continue
-        if layout.write is not None:
-            kinds.append(name)
+            kinds += [name] if layout.write is not None else []
     return kinds

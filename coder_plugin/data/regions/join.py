@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -114,53 +114,6 @@ class RegionSource:
         return replace(item, load=partial(_read, self._regions, name))
 
 
-class Joined(Mapping[str, Regions]):
-    """Several files of regions as one :data:`~coder_plugin.data.regions.base.RegionFile`.
-
-    A derived name (such as one without folders) that two files resolve to an image each resolves to none.
-
-    Args:
-        files: each with its path, for messages.
-
-    Raises:
-        CoderError: two files list an image of the same name.
-    """
-
-    def __init__(self, files: Sequence[tuple[str, RegionFile]]) -> None:
-        self._files = [file for _, file in files]
-        for number, (path, file) in enumerate(files):
-            for other_path, other in files[:number]:
-                both = [name for name in other if name in file] or [name for name in file if name in other]
-                if both:
-                    raise CoderError(
-                        f"{path}: has {examples(both)}, as {other_path} does: give files of different images, or name them "
-                        "differently"
-                    )
-
-    def __getitem__(self, name: str) -> Regions:
-        return self._file(name)[name]
-
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the image
-        return sum(name in file for file in self._files) == 1
-
-    def __iter__(self) -> Iterator[str]:
-        for file in self._files:
-            yield from file
-
-    def __len__(self) -> int:
-        return sum(map(len, self._files))
-
-    def resolve(self, name: str) -> str:
-        """The name that the file lists an image by, from any name that finds it."""
-        return _resolver(self._file(name))(name)
-
-    def _file(self, name: str) -> RegionFile:
-        files = [file for file in self._files if name in file]
-        if len(files) != 1:
-            raise KeyError(name)
-        return files[0]
-
-
 def find_rule(items: Sequence[Item], regions: RegionFile, *, where: str) -> Rule:
     """The rule that finds the most images in a file of regions; of several, the most exact.
 
@@ -191,7 +144,7 @@ def find_rule(items: Sequence[Item], regions: RegionFile, *, where: str) -> Rule
 
 def _warn_of_others(items: Sequence[Item], regions: RegionFile, rule: Rule, others: list[Rule], where: str) -> None:
     """Warn of the first image for which a rule that finds as many images finds other regions."""
-    resolve = _resolver(regions)
+    resolve = getattr(regions, "resolve", str)  # from any name that finds an image to the one the file lists it by
     for other in others:
         for item in items:
             names = rule.apply(item), other.apply(item)
@@ -200,11 +153,6 @@ def _warn_of_others(items: Sequence[Item], regions: RegionFile, rule: Rule, othe
                 text = "%s: two rules find regions for %r: %r (%s) and %r (%s); the first are used: check that they are right"
                 log.warning(text, where, item.key, ours, rule, theirs, other)
                 return
-
-
-def _resolver(regions: RegionFile) -> Callable[[str], str]:
-    """The function from any name that finds an image to the one the file lists it by."""
-    return getattr(regions, "resolve", str)
 
 
 def match(items: Iterable[Item], regions: RegionFile, rule: Rule, *, where: str) -> dict[str, str]:

@@ -7,31 +7,30 @@ or any names). Optional are
 - our ``{split}_counts.npy`` [N], how many of the L rows are regions (the others are padding), and
   ``{split}_whole.npy`` [N, G], features of the whole images,
 - VSE∞'s ``id_mapping.json``, in this folder or its parent: the file names of the ids.
+
+The arrays are mapped to memory: a row is read from the disk when it is used, and processes share the operating system's cache.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tokenize
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.base import RegionFormat, Regions
-from coder_plugin.data.regions.npy import NpyRows
+from coder_plugin.data.regions.base import RegionFormat, Regions, entry_errors, log
 from coder_plugin.data.regions.precomp_text import are_row_numbers, lines_of, read_id_mapping
 from coder_plugin.data.regions.precomp_write import write
 from coder_plugin.errors import CoderError
 
 if TYPE_CHECKING:
     from coder_plugin.data.source import ItemSource
-
-_FOLD = 1000  # images in each of COCO's five folds
-log = logging.getLogger(__name__)
 
 
 def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
@@ -48,7 +47,7 @@ def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
     if not file.captions:
         raise CoderError(f"{file.path('caps.txt')}: missing: its images have no captions to train or evaluate on")
     items = [
-        Item(name, file.captions[name], partial(file.read, row), file.other_names(row))
+        Item(name, file.captions[name], partial(file.read, row), () if file.ids is None else (file.ids[row],))
         for row, name in enumerate(file)
     ]
     return ItemSource(items, name=f"{spec} ({file.split})")
@@ -60,32 +59,42 @@ class PrecompFile(Mapping[str, Regions]):
     ``captions`` maps the names to captions; it is empty without ``caps.txt``. An image's name is that of ``id_mapping.json``,
     else its id; its id and its name without folders also identify it. Ids that are row numbers (0, 1, 2 …) repeat in
     every split, so there, as without ids, the name is the split and the row, ``train_0``, and no other name finds it.
+
+    Args:
+        path: the folder, or one with a subfolder ``precomp``.
+        split: ``val`` is ``dev`` where there is no ``val``.
+
+    Raises:
+        CoderError: no such folder or split, arrays of other shapes or dtypes, numbers of lines that do not fit, or two images
+            of one name.
     """
 
     def __init__(self, path: str, *, split: str = "train") -> None:
         self.folder = _folder(path)
         self.split = _split(self.folder, split)
-        self._rows = NpyRows(self.path("ims.npy"), kinds="f", ndim=3)
-        if not len(self._rows):
-            raise CoderError(f"{self._rows.path}: no images")
-        lines = lines_of(self.path("caps.txt"))
-        ids = lines_of(self.path("ids.txt"))
+        self._ims = _map(self.path("ims.npy"), "f", 3)
+        lines, ids = lines_of(self.path("caps.txt")), lines_of(self.path("ids.txt"))
         self._repeat = self._rows_per_image(lines, ids)
-        number = len(self._rows) // self._repeat
-        self._boxes, self._sizes = self._extra("boxes.npy", 3), self._extra("img_sizes.npy", 2)
-        self._counts, self._whole = self._extra("counts.npy", 1, "iu"), self._extra("whole.npy", 2)
-        self._check_extras()
-        self._ids = None if ids is None else self._one_each(ids, number)
-        mapping = {} if self._ids is None else read_id_mapping(self.folder)
-        self._row_numbers = self._ids is not None and not mapping and are_row_numbers(self._ids)
-        self._names = self._name(number, mapping)
-        self._row_of = self._find_rows()
-        captions = lines or []
-        each = len(captions) // number
+        number = len(self._ims) // self._repeat
+        regions = self._ims.shape[1]
+        self._boxes, self._sizes = self._optional("boxes.npy", (regions, 4)), self._optional("img_sizes.npy", (2,))
+        self._counts, self._whole = self._optional("counts.npy", (), "iu"), self._optional("whole.npy", (None,))
+        if (self._boxes is None) != (self._sizes is None):
+            present, missing = ("boxes", "img_sizes") if self._sizes is None else ("img_sizes", "boxes")
+            raise CoderError(f"{self.path(present + '.npy')}: needs {self.path(missing + '.npy')}, which is missing")
+        if self._counts is not None and len(wrong := np.flatnonzero((self._counts < 1) | (self._counts > regions))):
+            found = f"number {wrong[0]} is {self._counts[wrong[0]]}"
+            raise CoderError(f"{self.path('counts.npy')}: {found}; counts must be 1 to {regions}")
+        self.ids = None if ids is None else self._one_each(ids, number)
+        self._row_of = self._find_rows(number)
+        each = len(lines or ()) // number
         self.captions: dict[str, tuple[str, ...]] = {
-            name: tuple(captions[row * each : (row + 1) * each]) for row, name in enumerate(self._names) if each
+            name: tuple(lines[row * each : (row + 1) * each]) for row, name in enumerate(self._names) if lines
         }
         self._warn_of_testall(number)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process maps the files itself
+        return partial(PrecompFile, self.folder, split=self.split), ()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -104,112 +113,77 @@ class PrecompFile(Mapping[str, Regions]):
 
     def read(self, row: int) -> Regions:
         """The regions of an image by its number in the split; ``BadSample`` where they are damaged."""
-        features = self._rows[row * self._repeat]
-        count = len(features) if self._counts is None else int(_row(self._counts, row, len(self)))
-        try:
-            boxes = None if self._boxes is None else _row(self._boxes, row, len(self))[:count].astype(np.float32)
-            width, height = (1.0, 1.0) if self._sizes is None else map(float, _row(self._sizes, row, len(self)))
-            feature = None if self._whole is None else _row(self._whole, row, len(self))
-            return Regions(features[:count], boxes, (width, height), feature)
-        except ValueError as exc:
-            raise BadSample("regions", f"{self._rows.path}: image {self._names[row]!r}, number {row}: {exc}") from exc
+        features = self._ims[row * self._repeat]
+        count = len(features) if self._counts is None else int(self._row(self._counts, row))
+        with entry_errors(self.path("ims.npy"), self._names[row]):
+            boxes = None if self._boxes is None else self._row(self._boxes, row)[:count].astype(np.float32)
+            width, height = (1.0, 1.0) if self._sizes is None else map(float, self._row(self._sizes, row))
+            whole = None if self._whole is None else self._row(self._whole, row)
+            return Regions(features[:count], boxes, (width, height), whole)
 
     def resolve(self, name: str) -> str:
         """The name that the file lists an image by, from any name that finds it."""
         return self._names[self._row_of[name]]
 
-    def other_names(self, row: int) -> tuple[str, ...]:
-        """The image's id, if there are ids."""
-        return () if self._ids is None else (self._ids[row],)
+    def _row(self, array: np.ndarray, row: int) -> Any:
+        return array[row * (len(array) // len(self))]
 
     def _rows_per_image(self, captions: list[str] | None, ids: list[str] | None) -> int:
         """How often each image is repeated: once, or for each caption as in VSE++'s files."""
-        rows, path = len(self._rows), self._rows.path
+        rows = len(self._ims)
         if captions is not None and (not captions or len(captions) % rows):
             raise CoderError(
-                f"{self.path('caps.txt')}: {len(captions)} captions for the {rows} images of {os.path.basename(path)}: "
+                f"{self.path('caps.txt')}: {len(captions)} captions for the {rows} images of {self.split}_ims.npy: "
                 "every image needs the same number; check that both are complete and of the same split"
             )
         if captions is not None and len(captions) > rows:
             return 1
-        run = _run(_RowBytes(self._rows))  # no detector gives two images the same features
+        run = _run(rows, lambda row, other: np.array_equal(self._ims[row], self._ims[other]))  # no two images have equal ones
         if ids is None or len(ids) != rows:
             return run
-        by_ids = _run(ids)
+        by_ids = _run(rows, lambda row, other: ids[row] == ids[other])
         if by_ids > 1 and by_ids != run:
-            raise CoderError(
-                f"{self.path('ids.txt')}: {by_ids} lines each name one image, but their rows in {path} differ"
-            )
-        if by_ids < run:
-            log.warning("%s: every %d rows are the same, but ids.txt names them as different images", path, run)
+            raise CoderError(f"{self.path('ids.txt')}: {by_ids} lines each name one image, but their rows in ims.npy differ")
         return by_ids
 
-    def _extra(self, ending: str, ndim: int, kinds: str = "iuf") -> NpyRows | None:
+    def _optional(self, ending: str, shape: tuple[int | None, ...], kinds: str = "iuf") -> np.ndarray | None:
+        """An array of one row of this shape for each image, or for each row of ``ims.npy``."""
         path = self.path(ending)
         if not os.path.exists(path):
             return None
-        array = NpyRows(path, kinds=kinds, ndim=ndim)
-        if len(array) not in (len(self._rows), len(self._rows) // self._repeat):
-            raise CoderError(
-                f"{path}: {len(array)} rows, but {len(self._rows)} in {os.path.basename(self._rows.path)}"
-            )
+        array = _map(path, kinds, len(shape) + 1)
+        rows = len(self._ims)
+        if len(array) not in (rows, rows // self._repeat):
+            raise CoderError(f"{path}: {len(array)} rows, but {rows} in {self.split}_ims.npy")
+        if any(expected not in (None, length) for expected, length in zip(shape, array.shape[1:], strict=True)):
+            raise CoderError(f"{path}: has shape {list(array.shape)}; it must be {[len(array), *shape]}")
         return array
 
-    def _check_extras(self) -> None:
-        regions = self._rows.shape[1]
-        if self._boxes is not None and self._boxes.shape[1:] != (regions, 4):
-            raise CoderError(f"{self._boxes.path}: has shape {list(self._boxes.shape)}; it must be [.., {regions}, 4]")
-        if self._sizes is not None and self._sizes.shape[1] != 2:
-            raise CoderError(
-                f"{self._sizes.path}: has shape {list(self._sizes.shape)}; it must be [.., 2], width and height"
-            )
-        if (self._boxes is None) != (self._sizes is None):
-            present, missing = ("boxes", "img_sizes") if self._sizes is None else ("img_sizes", "boxes")
-            raise CoderError(f"{self.path(present + '.npy')}: needs {self.path(missing + '.npy')}, which is missing")
-        if self._counts is not None:
-            counts = self._counts.all()
-            wrong = np.flatnonzero((counts < 1) | (counts > regions))
-            if len(wrong):
-                raise CoderError(
-                    f"{self._counts.path}: number {wrong[0]} is {counts[wrong[0]]}; counts must be 1 to {regions}"
-                )
-
-    def _name(self, number: int, mapping: dict[str, str]) -> list[str]:
-        """The images' names, which differ between splits."""
-        names = self._ids
-        if names is None or self._row_numbers:
-            return [f"{self.split}_{row}" for row in range(number)]
-        if mapping:
-            mapped = set(mapping.values())
-            for row, name in enumerate(names):
-                if name not in mapping and name not in mapped:
-                    raise CoderError(f"{self.path('ids.txt')}: image {row} has id {name!r}, which id_mapping.json lacks")
-            names = [mapping.get(name, name) for name in names]
-        first: dict[str, int] = {}
-        for row, name in enumerate(names):
-            if first.setdefault(name, row) != row:
-                raise CoderError(f"{self.path('ids.txt')}: images {first[name]} and {row} are both {name!r}")
-        return names
-
-    def _find_rows(self) -> dict[str, int]:
-        rows = {name: row for row, name in enumerate(self._names)}
-        ids = [] if self._ids is None or self._row_numbers else self._ids
-        for names in (ids, map(os.path.basename, self._names)):
-            others: dict[str, int | None] = {}
-            for row, name in enumerate(names):
-                others[name] = None if name in others else row  # a name of several images finds none of them
-            for name, unique in others.items():
-                if unique is not None:
-                    rows.setdefault(name, unique)
+    def _find_rows(self, number: int) -> dict[str, int]:
+        """Name the images; returns the row of each of their names."""
+        mapping = read_id_mapping(self.folder) if self.ids is not None else {}
+        path = self.path("ids.txt")
+        if self.ids is None or not mapping and are_row_numbers(self.ids):
+            self._names = [f"{self.split}_{row}" for row in range(number)]
+            return {name: row for row, name in enumerate(self._names)}
+        if mapping and (lost := set(self.ids) - set(mapping) - set(mapping.values())):
+            row = min(map(self.ids.index, lost))
+            raise CoderError(f"{path}: image {row} has id {self.ids[row]!r}, which id_mapping.json lacks")
+        self._names = [mapping.get(name, name) for name in self.ids]
+        rows: dict[str, int] = {}
+        for row, name in enumerate(self._names):
+            if rows.setdefault(name, row) != row:
+                raise CoderError(f"{path}: images {rows[name]} and {row} are both {name!r}")
+        for names in (self.ids, [os.path.basename(name) for name in self._names]):
+            counts = Counter(names)  # a name of several images finds none of them
+            rows = {name: row for row, name in enumerate(names) if counts[name] == 1} | rows
         return rows
 
     def _one_each(self, ids: list[str], number: int) -> list[str] | None:
         """The ids of the images; None where each caption has an id of its own, which identifies no image."""
         path = self.path("ids.txt")
         if not ids or len(ids) % number:
-            raise CoderError(
-                f"{path}: {len(ids)} lines for {number} images; it must have one for each image or each caption"
-            )
+            raise CoderError(f"{path}: {len(ids)} lines for {number} images; it must have one for each image or each caption")
         each = len(ids) // number
         if each > 1 and len(set(ids)) == len(ids):
             return None
@@ -224,30 +198,15 @@ class PrecompFile(Mapping[str, Regions]):
 
     def _warn_of_testall(self, number: int) -> None:
         path = os.path.join(self.folder, "testall_ims.npy")
-        if self.split != "test":
+        if self.split != "test" or not os.path.exists(path):
             return
-        if not os.path.exists(path):
-            if number == _FOLD and self._is_coco():
-                log.warning(
-                    "%s: test has %s images, like the first fold of COCO's testall; the papers' 1K result is the mean over "
-                    "5 folds of testall, whose files are missing here: add them, and give --split testall --folds 5",
-                    self.folder,
-                    f"{number:,}",
-                )
-            return
-        testall = len(NpyRows(path, kinds="f", ndim=3)) // self._repeat
+        testall = len(_map(path, "f", 3)) // self._repeat
         if testall > number:
-            folds = testall // number
             log.warning(
                 "%s: test holds %s of testall's %s images; the papers' 1K result is the mean over %d folds of testall: "
                 "--split testall --folds %d",
-                *(self.folder, f"{number:,}", f"{testall:,}", folds, folds),
+                *(self.folder, f"{number:,}", f"{testall:,}", testall // number, testall // number),
             )
-
-    def _is_coco(self) -> bool:
-        folder, name = os.path.split(os.path.abspath(self.folder))
-        names = (name, os.path.basename(folder) if name == "precomp" else "", *self._names)
-        return any("coco" in each.lower() for each in names)
 
 
 def matches(path: str) -> bool:
@@ -255,58 +214,60 @@ def matches(path: str) -> bool:
     if not os.path.isdir(path) or not os.listdir(path):
         name = os.path.basename(os.path.normpath(path))
         return not os.path.isfile(path) and (name == "precomp" or name.endswith("_precomp"))
-    return bool(_splits(path) or _splits(os.path.join(path, "precomp")))
+    return bool(splits(path))
 
 
-def _splits(folder: str) -> list[str]:
-    if not os.path.isdir(folder):
-        return []
-    return sorted(name.removesuffix("_ims.npy") for name in os.listdir(folder) if name.endswith("_ims.npy"))
+def splits(path: str) -> list[str]:
+    """The splits of a folder, or of its subfolder ``precomp``."""
+    for folder in (path, os.path.join(path, "precomp")):
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        if found := sorted(name.removesuffix("_ims.npy") for name in names if name.endswith("_ims.npy")):
+            return found
+    return []
 
 
 def _folder(path: str) -> str:
-    for folder in (path, os.path.join(path, "precomp")):
-        if _splits(folder):
-            return folder
     if not os.path.isdir(path):
         raise CoderError(f"{path}: not a folder; a precomp folder holds train_ims.npy, train_caps.txt …")
-    raise CoderError(f"{path}: no *_ims.npy in it or in {os.path.join(path, 'precomp')}")
+    if not splits(path):
+        raise CoderError(f"{path}: no *_ims.npy in it or in {os.path.join(path, 'precomp')}")
+    return path if any(name.endswith("_ims.npy") for name in os.listdir(path)) else os.path.join(path, "precomp")
 
 
 def _split(folder: str, split: str) -> str:
-    splits = _splits(folder)
+    present = splits(folder)
     for name in (split, "dev") if split == "val" else (split,):
-        if name in splits:
+        if name in present:
             return name
-    raise CoderError(f"{folder}: no {split}_ims.npy; splits present: {', '.join(splits)}")
+    raise CoderError(f"{folder}: no {split}_ims.npy; splits present: {', '.join(present)}")
 
 
-class _RowBytes(Sequence[bytes]):
-    """The bytes of each row, for comparison."""
-
-    def __init__(self, rows: NpyRows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row):  # type: ignore[no-untyped-def]
-        return self._rows[row].tobytes()
+def _run(rows: int, equal: Callable[[int, int], bool]) -> int:
+    """The length of runs of equal rows, compared in the first, middle and last run; 1 where runs do not fill the rows."""
+    run = next((row for row in range(1, rows) if not equal(row, 0)), rows)
+    starts = [group * run for group in (0, rows // run // 2, rows // run - 1)]
+    return run if not rows % run and all(equal(start, start + each) for start in starts for each in range(run)) else 1
 
 
-def _run(values: Sequence[object]) -> int:
-    """The length k of runs of equal values, checked for the first, middle and last run; 1 where runs do not fill the list."""
-    k = next((row for row in range(1, len(values)) if values[row] != values[0]), len(values))
-    if len(values) % k:
-        return 1
-    groups = len(values) // k
-    starts = [group * k for group in {0, groups // 2, groups - 1}]
-    equal = all(values[start + offset] == values[start] for start in starts for offset in range(k))
-    return k if equal else 1
+def _map(path: str, kinds: str, ndim: int) -> np.ndarray:
+    """A ``.npy`` file mapped to memory, read-only, checked to be complete and of numbers of these kinds."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # files written by Python 2, as many released ones are, have shapes like (36L,)
+            if not os.path.isfile(path):
+                raise ValueError("it is not a regular file")
+            array = np.lib.format.open_memmap(path, mode="r")  # np.load(mmap_mode="r") of .npy files alone
+    except (OSError, ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError) as exc:
+        reason = " ".join(str(exc).split())
+        if "mmap length" in reason:
+            reason = f"truncated: its {os.path.getsize(path):,} bytes are fewer than its header requires; copy it again"
+        raise CoderError(f"{path}: cannot be read as a .npy file: {reason}") from exc
+    allowed = {"f": "floating point", "iu": "whole numbers", "iuf": "numbers"}[kinds]
+    if array.dtype.kind not in kinds:
+        raise CoderError(f"{path}: holds {array.dtype}; it must be {allowed}")
+    if array.ndim != ndim or not array.size:
+        raise CoderError(f"{path}: has shape {list(array.shape)}; it must have {ndim} dimensions, none of them empty")
+    return array.view(np.ndarray)
 
 
-def _row(array: NpyRows, row: int, number: int) -> np.ndarray:
-    return array[row * (len(array) // number)]
-
-
-PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches, keeps=("captions", "global_feature"))
+PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches, splits=splits, keeps=("captions", "global_feature"))

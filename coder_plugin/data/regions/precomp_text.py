@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from coder_plugin.data.json_text import parse_json
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular, read_json
 
 #: Exactly the texts that repr() writes for bytes.
 _BYTES = re.compile(r"""b(?:'(?:(?![\\'])[ -~]|\\[\\'tnr]|\\x[0-9a-f]{2})*'|"(?:(?![\\"])[ -~]|\\[\\tnr]|\\x[0-9a-f]{2})*")""")
@@ -19,21 +19,19 @@ def lines_of(path: str) -> list[str] | None:
     if not os.path.exists(path):
         return None
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        with open_regular(path, "rb") as file:
+            lines = file.read().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     except OSError as exc:
         raise CoderError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if not lines[-1]:
-        lines.pop()
     texts = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines if lines != [b""] else [], 1):
         try:
-            texts.append(decode_bytes_repr(line.decode("utf-8").strip()) or "")
-        except UnicodeDecodeError as exc:
-            raise CoderError(f"{path}: line {number + 1} is not UTF-8 text") from exc
-        if not texts[-1]:
-            raise CoderError(f"{path}: line {number + 1} is empty")
+            text = decode_bytes_repr(line.decode("utf-8").strip())
+        except UnicodeDecodeError:
+            text = None
+        if not text:
+            raise CoderError(f"{path}: line {number} is {'empty' if text == '' else 'not UTF-8 text'}")
+        texts.append(text)
     return texts
 
 
@@ -61,11 +59,7 @@ def read_id_mapping(folder: str) -> dict[str, str]:
         path = os.path.join(place, "id_mapping.json")
         if not os.path.exists(path):
             continue
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = parse_json(file.read())
-        except (OSError, ValueError) as exc:
-            raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
+        content = read_json(path)
         if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content.values()):
             raise CoderError(f"{path}: must be an object of ids to file names")
         return content

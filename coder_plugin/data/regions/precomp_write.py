@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import IO
 
 import numpy as np
 
-from coder_plugin.data.regions.base import Record
-from coder_plugin.data.regions.npy import NpyRows, NpyWriter
+from coder_plugin.data.regions.base import Record, log
 from coder_plugin.errors import CoderError
 
-log = logging.getLogger(__name__)
 ENDINGS = ("ims.npy", "boxes.npy", "img_sizes.npy", "counts.npy", "whole.npy", "ids.txt", "caps.txt")
+_HEADER = 128  # bytes of an .npy file's header
 
 
 def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
@@ -36,127 +36,126 @@ def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
             )
     temporary = os.path.join(path, f".{split}.{os.getpid()}.part")
     os.makedirs(temporary)
-    writer = _SplitWriter(path, temporary)
-    try:
-        for record in records:
-            writer.append(record)
-        if not writer.counts:
-            raise CoderError(f"{path}: no images to write as split {split!r}")
-        writer.finish()
-        _rename(temporary, path, split)
-    finally:
-        writer.close()
-        shutil.rmtree(temporary, ignore_errors=True)
-    return len(writer.counts)
-
-
-def _rename(temporary: str, folder: str, split: str) -> None:
-    """Rename the features last: readers look for them first. If one renaming fails, undo the others."""
     renamed: list[str] = []
     try:
-        for ending in reversed(ENDINGS):
+        number = _write(path, temporary, records, split)
+        for ending in reversed(ENDINGS):  # the features last: readers look for them first
             if os.path.exists(os.path.join(temporary, ending)):
-                target = os.path.join(folder, f"{split}_{ending}")
-                os.replace(os.path.join(temporary, ending), target)
+                os.replace(os.path.join(temporary, ending), target := os.path.join(path, f"{split}_{ending}"))
                 renamed.append(target)
     except BaseException:
         for target in renamed:
             os.remove(target)
         raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return number
 
 
-class _SplitWriter:
-    """The files of a split in a temporary folder."""
+def _write(folder: str, temporary: str, records: Iterable[Record], split: str) -> int:
+    first: Record | None = None
+    names: set[str] = set()
+    counts: list[int] = []
+    dropped: set[str] = set()
+    with ExitStack() as files:
+        arrays = {ending: _Rows(os.path.join(temporary, ending)) for ending in ENDINGS if ending.endswith(".npy")}
+        for array in arrays.values():
+            files.callback(array.close)
+        ids, caps = (files.enter_context(open(os.path.join(temporary, f"{name}.txt"), "wb")) for name in ("ids", "caps"))
+        for record in records:
+            name, regions = record.name, record.regions
+            first = record if first is None else first
+            if len(record.captions) != len(first.captions):
+                raise CoderError(
+                    f"{folder}: image {name!r} has {len(record.captions)} captions and {first.name!r} {len(first.captions)}; "
+                    "precomp files need the same number for all images: convert with --captions-per-image"
+                )
+            for part in ("boxes", "global_feature"):
+                if (getattr(regions, part) is None) != (getattr(first.regions, part) is None):
+                    owner, other = (name, first.name) if getattr(regions, part) is not None else (first.name, name)
+                    raise CoderError(f"{folder}: image {owner!r} has {part} and {other!r} has none: all or no image must")
+            if name in names or name != _line(name, "name", name):
+                reason = "occurs twice" if name in names else "has line breaks or outer blanks, which ids.txt cannot hold"
+                raise CoderError(f"{folder}: image name {name!r} {reason}")
+            rows = {"ims.npy": regions.features}
+            if regions.boxes is not None:
+                rows |= {"boxes.npy": regions.boxes.astype(np.float32), "img_sizes.npy": np.array([regions.size], np.float64)}
+            if regions.global_feature is not None:
+                rows["whole.npy"] = regions.global_feature[None]
+            for ending, values in rows.items():
+                if difference := arrays[ending].extend(values):
+                    raise CoderError(
+                        f"{folder}: image {name!r} has {difference[0]} for {ending} where {first.name!r} has {difference[1]}; "
+                        "all images must have the same"
+                    )
+            names.add(name)
+            dropped |= set(regions.extras)
+            ids.write(f"{name}\n".encode())
+            caps.writelines(f"{_line(caption, 'caption', name)}\n".encode() for caption in record.captions)
+            counts.append(len(regions))
+        if first is None:
+            raise CoderError(f"{folder}: no images to write as split {split!r}")
+        for ending in ("ims.npy", "boxes.npy"):
+            arrays[ending].divide(counts)
+        if len(set(counts)) > 1:
+            arrays["counts.npy"].extend(np.array(counts, np.int32))
+    if not first.captions:
+        os.remove(os.path.join(temporary, "caps.txt"))
+    if dropped:
+        log.warning("%s: precomp files cannot store %s: left out", folder, ", ".join(sorted(dropped)))
+    return len(counts)
 
-    def __init__(self, folder: str, temporary: str) -> None:
-        self.folder, self.temporary = folder, temporary
-        self.counts: list[int] = []  # regions of each image
-        self._names: set[str] = set()
-        self._first: Record | None = None
-        self._captions_per_image = 0
-        self._arrays: dict[str, NpyWriter] = {}
-        self._dropped: set[str] = set()
-        self._ids = open(self._path("ids.txt"), "wb")
-        self._caps = open(self._path("caps.txt"), "wb")
 
-    def append(self, record: Record) -> None:
-        name, regions = record.name, record.regions
-        captions = [_line(caption, "caption", name) for caption in record.captions]
-        if self._first is None:
-            self._first, self._captions_per_image = record, len(captions)
-        first = self._first
-        if len(captions) != self._captions_per_image:
-            raise CoderError(
-                f"{self.folder}: image {name!r} has {len(captions)} captions and {first.name!r} {self._captions_per_image}; "
-                "precomp files need the same number for all images: convert with captions_per_image"
-            )
-        for part in ("boxes", "global_feature"):
-            if (getattr(regions, part) is None) != (getattr(first.regions, part) is None):
-                owner, other = (name, first.name) if getattr(regions, part) is not None else (first.name, name)
-                raise CoderError(f"{self.folder}: image {owner!r} has {part} and {other!r} has none: all or no image must")
-        if name in self._names or name != _line(name, "name", name):
-            reason = "occurs twice" if name in self._names else "has line breaks or outer blanks, which ids.txt cannot hold"
-            raise CoderError(f"{self.folder}: image name {name!r} {reason}")
-        self._dropped |= set(regions.extras)
-        self._extend("ims.npy", regions.features, name)  # [regions of all images, R] until all images are written
-        if regions.boxes is not None:
-            self._extend("boxes.npy", regions.boxes.astype(np.float32), name)
-            self._extend("img_sizes.npy", np.asarray([regions.size], np.float64), name)
-        if regions.global_feature is not None:
-            self._extend("whole.npy", regions.global_feature[None], name)
-        self._names.add(name)
-        self._ids.write(f"{name}\n".encode())
-        self._caps.writelines(f"{caption}\n".encode() for caption in captions)
-        self.counts.append(len(regions))
+class _Rows:
+    """An ``.npy`` file that is written by rows, whose number is known only at the end. Without rows there is no file."""
 
-    def finish(self) -> None:
-        same = len(set(self.counts)) == 1
-        for ending, array in self._arrays.items():
-            by_region = ending in ("ims.npy", "boxes.npy")
-            array.close((len(self.counts), self.counts[0], *array.shape) if by_region and same else None)
-            if by_region and not same:
-                self._pad(ending)
-        if not same:
-            np.save(self._path("counts.npy"), np.asarray(self.counts, np.int32), allow_pickle=False)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+        self._shape: tuple[int, ...] = (0,)
+
+    def extend(self, rows: np.ndarray) -> tuple[str, str] | None:
+        """Add rows; if their dtype or width is another than the first ones', both are returned instead."""
+        if self._file is None:
+            self._file, self._dtype, self._shape = open(self.path, "wb"), rows.dtype, (0, *rows.shape[1:])
+            self._header(self._file)
+        if (rows.dtype, rows.shape[1:]) != (self._dtype, self._shape[1:]):
+            return f"{rows.dtype} x {rows.shape[-1]}", f"{self._dtype} x {self._shape[-1]}"
+        self._file.write(rows.tobytes())
+        self._shape = (self._shape[0] + len(rows), *self._shape[1:])
+        return None
+
+    def divide(self, counts: list[int]) -> None:
+        """Turn the rows [S, …] of all images into [N, L, …], where images with fewer than L get zeros."""
+        if self._file is None:
+            return
+        largest = max(counts)
+        if min(counts) == largest:
+            self._shape = (len(counts), largest, *self._shape[1:])
+            return
         self.close()
-        if not self._captions_per_image:
-            os.remove(self._path("caps.txt"))
-        if self._dropped:
-            log.warning("%s: precomp files cannot store %s: left out", self.folder, ", ".join(sorted(self._dropped)))
+        padded = _Rows(f"{self.path}.padded")
+        with open(self.path, "rb") as file:
+            file.seek(_HEADER)
+            for count in counts:
+                image = np.zeros((1, largest, *self._shape[1:]), self._dtype)
+                image[0, :count] = np.fromfile(file, self._dtype, count * self._shape[1]).reshape(count, -1)
+                padded.extend(image)
+        padded.close()
+        os.replace(padded.path, self.path)
+        self._file = None
 
     def close(self) -> None:
-        self._ids.close()
-        self._caps.close()
-        for array in self._arrays.values():
-            array.close()
+        if self._file is not None:
+            self._file.seek(0)
+            self._header(self._file)
+            self._file.close()
+            self._file = None
 
-    def _path(self, ending: str) -> str:
-        return os.path.join(self.temporary, ending)
-
-    def _extend(self, ending: str, rows: np.ndarray, name: str) -> None:
-        array = self._arrays.get(ending)
-        if array is None:
-            array = self._arrays[ending] = NpyWriter(self._path(ending), rows.dtype, rows.shape[1:])
-        if (rows.dtype, rows.shape[1:]) != (array.dtype, array.shape):
-            assert self._first is not None
-            raise CoderError(
-                f"{self.folder}: image {name!r} has {rows.dtype} x {rows.shape[-1]} for {ending} where "
-                f"{self._first.name!r} has {array.dtype} x {array.shape[-1]}; all images must have the same"
-            )
-        array.extend(rows)
-
-    def _pad(self, ending: str) -> None:
-        """Give every image as many rows as the one with most."""
-        rows = NpyRows(self._path(ending), kinds="f", ndim=2)
-        padded = NpyWriter(self._path("padded"), rows.dtype, (max(self.counts), rows.shape[1]))
-        start = 0
-        for count in self.counts:
-            image = np.zeros((1, *padded.shape), rows.dtype)
-            image[0, :count] = rows.read(start, count)
-            padded.extend(image)
-            start += count
-        padded.close()
-        os.replace(padded.path, self._path(ending))
+    def _header(self, file: IO[bytes]) -> None:
+        content = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": self._shape}
+        np.lib.format.write_array_header_1_0(file, content)
+        assert file.tell() == _HEADER  # NumPy leaves room for more rows
 
 
 def _line(text: str, what: str, name: str) -> str:

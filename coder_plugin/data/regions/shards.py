@@ -2,7 +2,7 @@
 
 ``json`` holds ``image_id``, the image's name, and ``captions`` if there are any. A folder holds its splits side by side as
 ``{split}-000000.tar``, ``{split}-000001.tar`` … of 1,000 images, and ``sizes.json`` their numbers of images. The reader
-``webdataset`` streams such shards for training; here single images are looked up by name.
+``webdataset`` reads such shards for training; here single images are looked up by name.
 """
 
 from __future__ import annotations
@@ -11,64 +11,103 @@ import glob
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz, encode_npz
-from coder_plugin.data.regions.base import (
-    IndexedRegions,
-    Record,
-    RegionFormat,
-    Regions,
-    entry_errors,
-    read_at,
-    warn_once,
-)
+from coder_plugin.data.regions.base import Record, RegionFormat, Regions, entry_errors, log
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write, open_regular
 
 SHARD_SIZE = 1000
 SIZES = "sizes.json"
+_NAME = re.compile(r"(.+)-\d+\.tar")
 
 
-class ShardFile(IndexedRegions):
+class ShardFile(Mapping[str, Regions]):
     """The images of region shards by name (a :data:`~coder_plugin.data.regions.base.RegionFile`).
 
-    ``captions`` maps the names of captioned images to their captions.
+    ``captions`` maps the names of captioned images to their captions, ``damaged`` the samples that cannot be found by name to
+    the reason.
 
     Args:
-        path: a folder, or local shards as the reader ``webdataset`` takes them: braces, ``*``, ``::``.
-        split: which of a folder's splits; not used for a list of shards.
+        path: folders, or local shards as the reader ``webdataset`` takes them (braces, ``*``), joined by ``::``.
+        split: which of a folder's splits (for ``val`` also ``dev``); not used for a list of shards.
+
+    Raises:
+        CoderError: no such shards, damaged tar files, no regions in them, or an image that occurs twice.
     """
 
     def __init__(self, path: str, *, split: str = "train") -> None:
+        self.path = path
         self._shards = _shards(path, split)
-        places: dict[str, tuple[int, int, int]] = {}  # shard, first byte, length
+        self._places: dict[str, tuple[int, int, int]] = {}  # shard, first byte, length
         self.captions: dict[str, tuple[str, ...]] = {}
+        self.damaged: dict[str, str] = {}
         for number, shard in enumerate(self._shards):
-            for name, captions, member in _index(shard):
-                if name in places:
-                    other = self._shards[places[name][0]]
-                    raise CoderError(
-                        f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}"
-                    )
-                places[name] = number, member.offset_data, member.size
-                if captions:
-                    self.captions[name] = captions
-        if not places:
+            self._index(number, shard)
+        if self.damaged:
+            first = next(iter(self.damaged.values()))
+            log.warning("%s: left out %d samples; the first: %s", path, len(self.damaged), first)
+        if not self._places:
             raise CoderError(f"{path}: no regions (field npz) in {len(self._shards)} shards")
-        super().__init__(path, places)
 
-    def _read(self, name: str, place: tuple[int, int, int]) -> Regions:
-        number, offset, size = place
-        with entry_errors(self._shards[number], name):
-            return decode_npz(read_at(self._shards[number], offset, size), self._shards[number])
+    def __getitem__(self, name: str) -> Regions:
+        number, offset, size = self._places[name]
+        shard = self._shards[number]
+        with entry_errors(shard, name):
+            with open(shard, "rb") as file:
+                file.seek(offset)
+                data = file.read(size)
+            if len(data) < size:
+                raise ValueError("the shard was truncated after it was opened")
+            return decode_npz(data, shard)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the image
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _index(self, number: int, shard: str) -> None:
+        from coder_plugin.data.tars import members, too_large
+
+        for stem, files in groupby(members(shard), key=itemgetter(1)):
+            name, npz = stem, None
+            captions: tuple[str, ...] = ()
+            try:
+                for tar, _, field, member in files:
+                    if not isinstance(tar.fileobj, io.BufferedReader):
+                        raise CoderError(f"{shard}: is compressed; unpack it to look up images by name")
+                    if field in ("npz", "json") and (fault := too_large(field, member.size)):
+                        raise fault
+                    if field == "npz":
+                        npz = number, member.offset_data, member.size
+                    elif field == "json":
+                        name, captions = _metadata(stem, tar.extractfile(member).read())  # type: ignore[union-attr]
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
+                if npz is None:
+                    raise BadSample("regions", "it has no regions (field npz)")
+            except BadSample as fault:
+                self.damaged[name] = f"{shard}: sample {stem!r}: {fault}"
+                continue
+            if name in self._places:
+                other = self._shards[self._places[name][0]]
+                raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
+            self._places[name] = npz
+            if captions:
+                self.captions[name] = captions
 
 
 def write(path: str, records: Iterable[Record], *, split: str = "train", shard_size: int = SHARD_SIZE) -> int:
@@ -80,7 +119,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
         CoderError: ``path`` names tar files instead of a folder or already has the split, there are no records, or a name
             occurs twice.
     """
-    if not _may_be_folder(path):
+    if _is_pattern(path):
         raise CoderError(
             f"{path}: region shards are written into a folder, as {split}-000000.tar …: give the folder's name"
         )
@@ -100,7 +139,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
             raise CoderError(f"{path}: no images to write as split {split!r}")
         for name in sizes:
             os.replace(os.path.join(temporary, name), os.path.join(path, name))
-        _add_sizes(path, sizes)
+        add_sizes(path, sizes)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sum(sizes.values())
@@ -122,15 +161,34 @@ def write_shard(path: str, records: Iterable[Record]) -> int:
     return count
 
 
+def add_sizes(folder: str, sizes: Mapping[str, int]) -> None:
+    """Update ``sizes.json``, which may list other splits; entries of files that no longer exist are dropped."""
+    path = os.path.join(folder, SIZES)
+    entries: Any = {}
+    with suppress(FileNotFoundError, ValueError), open_regular(path, encoding="utf-8") as file:
+        entries = parse_json(file.read())
+    items = entries.items() if isinstance(entries, dict) else ()
+    existing = {name: size for name, size in items if os.path.exists(os.path.join(folder, name))}
+    with atomic_write(path, "w") as file:
+        json.dump(existing | dict(sizes), file, indent=1)
+
+
 def matches(path: str) -> bool:
     """Tar files, a folder with some, or a folder that does not exist yet and whose name ends in "shards"."""
     if os.path.isdir(path) and os.listdir(path):
         return any(name.endswith(".tar") for name in os.listdir(path))
-    return not _may_be_folder(path) or os.path.basename(os.path.normpath(path)).endswith("shards")
+    return _is_pattern(path) or os.path.basename(os.path.normpath(path)).endswith("shards")
 
 
-def _may_be_folder(path: str) -> bool:
-    return os.path.isdir(path) or not (path.endswith(".tar") or "::" in path or "{" in path or glob.has_magic(path))
+def splits(path: str) -> list[str]:
+    """The splits of a folder; none of a list of shards."""
+    if not os.path.isdir(path):
+        return []
+    return sorted({match[1] for match in map(_NAME.fullmatch, os.listdir(path)) if match})
+
+
+def _is_pattern(path: str) -> bool:
+    return not os.path.isdir(path) and (path.endswith(".tar") or "::" in path or "{" in path or glob.has_magic(path))
 
 
 def _of_split(folder: str, split: str) -> list[str]:
@@ -142,56 +200,30 @@ def _shards(path: str, split: str) -> list[str]:
     from coder_plugin.data.tars import local_path
     from coder_plugin.locations import is_local
 
-    if not os.path.isdir(path):
-        shards = expand(path)
-        if not all(map(is_local, shards)):
-            raise CoderError(f"{path}: images can be looked up by name in local shards only; copy the shards here")
-        return list(map(local_path, shards))
-    if shards := _of_split(path, split):
-        return shards
-    tars = sorted(name for name in os.listdir(path) if name.endswith(".tar"))
-    splits = sorted({name.rpartition("-")[0] for name in tars} - {""})
-    hint = f"splits present: {', '.join(splits)}" if splits else f"tar files present: {', '.join(tars[:3]) or 'none'}"
-    raise CoderError(f"{path}: no {split}-*.tar; {hint}")
+    shards: list[str] = []
+    for part in path.split("::"):
+        if not os.path.isdir(part):
+            found = expand(part)
+        elif not (found := _of_split(part, split) or (_of_split(part, "dev") if split == "val" else [])):
+            tars = sorted(name for name in os.listdir(part) if name.endswith(".tar"))
+            hint = f"splits present: {', '.join(splits(part)) or 'none'}"
+            advice = f"; for the images of all of them give '{os.path.join(part, '*.tar')}'" if tars else ""
+            raise CoderError(f"{part}: no {split}-*.tar; {hint}{advice}")
+        shards += found
+    if not all(map(is_local, shards)):
+        raise CoderError(f"{path}: images can be looked up by name in local shards only; copy the shards here")
+    return list(map(local_path, shards))
 
 
-def _index(shard: str) -> Iterator[tuple[str, tuple[str, ...], tarfile.TarInfo]]:
-    """(name, captions, header of the npz field) of each image with regions. Bad samples are left out with a warning."""
-    from coder_plugin.data.tars import members, too_large
-
-    last, name = "", ""
-    captions: tuple[str, ...] = ()
-    npz: tarfile.TarInfo | None = None
-    refused: set[str] = set()
-    for tar, stem, field, member in members(shard):
-        if stem != last:
-            if npz is not None and last not in refused:
-                yield name, captions, npz
-            last, name, captions, npz = stem, stem, (), None
-        try:
-            if field in ("npz", "json") and (fault := too_large(field, member.size)):
-                raise fault
-            if field == "npz":
-                npz = member
-            elif field == "json":
-                name, captions = _metadata(f"{shard}: sample {stem!r}", stem, tar.extractfile(member).read())  # type: ignore[union-attr]
-        except BadSample as fault:
-            warn_once(shard, f"left out: {fault}")
-            refused.add(stem)
-        tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-    if npz is not None and last not in refused:
-        yield name, captions, npz
-
-
-def _metadata(where: str, stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
+def _metadata(stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
     try:
         metadata = parse_json(data)
     except ValueError as exc:
-        raise BadSample("json", f"{where}: its json field is not JSON: {exc}") from exc
+        raise BadSample("caption", f"its json field is not JSON: {exc}") from exc
     metadata = metadata if isinstance(metadata, dict) else {}
     captions = metadata.get("captions") or []
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BadSample("caption", f"{where}: 'captions' in its json field is not a list of texts")
+        raise BadSample("caption", "'captions' in its json field is not a list of texts")
     return str(stem if metadata.get("image_id") is None else metadata["image_id"]), tuple(captions)
 
 
@@ -204,16 +236,4 @@ def _each_once(path: str, records: Iterable[Record]) -> Iterator[Record]:
         yield record
 
 
-def _add_sizes(folder: str, sizes: dict[str, int]) -> None:
-    """Update ``sizes.json``, which may list other splits; entries of files that no longer exist are dropped."""
-    path = os.path.join(folder, SIZES)
-    entries: Any = {}
-    with suppress(FileNotFoundError, ValueError), open_regular(path, encoding="utf-8") as file:
-        entries = parse_json(file.read())
-    items = entries.items() if isinstance(entries, dict) else ()
-    existing = {name: size for name, size in items if os.path.exists(os.path.join(folder, name))}
-    with atomic_write(path, "w") as file:
-        json.dump(existing | sizes, file, indent=1)
-
-
-SHARDS = RegionFormat(open=ShardFile, write=write, matches=matches)
+SHARDS = RegionFormat(open=ShardFile, write=write, matches=matches, splits=splits)

@@ -53,40 +53,38 @@ class RegionTransform:
             raise CoderError("this model reads regions, but the data are pictures: extract regions, then give --regions FILES")
         if regions.features.shape[1] != self.region_dim:
             raise BadSample(
-                "region_width", f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}"
+                "regions", f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}"
             )
-        rows = self._rows(min(len(regions), self.max_regions))
-        out = {
-            "features": self._padded(regions.features, rows),
-            "mask": torch.arange(self.max_regions) < len(rows),
-        }
+        count = min(len(regions), self.max_regions)
+        rows = self._drop(count) if self.dropout else slice(count)
+        features = regions.features[rows]
+        out = {"features": self._padded(features), "mask": torch.arange(self.max_regions) < len(features)}
         if self.boxes:
             fractions = regions.fractions
             if fractions is None:
-                raise BadSample("unusable", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
-            out["boxes"] = self._padded(fractions, rows)
+                raise BadSample("regions", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
+            out["boxes"] = self._padded(fractions[rows])
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if self.global_dim:
             feature = regions.global_feature
             if feature is None:
                 raise BadSample(
-                    "unusable",
+                    "regions",
                     "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does not)",
                 )
             if len(feature) != self.global_dim:
                 raise BadSample(
-                    "region_width", f"whole images have {len(feature)} channels, but the model reads {self.global_dim}"
+                    "regions", f"whole images have {len(feature)} channels, but the model reads {self.global_dim}"
                 )
             out["global"] = torch.from_numpy(feature.astype(np.float32))
         return out
 
-    def _rows(self, count: int) -> Tensor:
-        if not self.dropout:
-            return torch.arange(count)
+    def _drop(self, count: int) -> np.ndarray:
         rows = (torch.rand(count) >= self.dropout).nonzero().squeeze(1)
-        return rows if len(rows) else torch.randint(count, (1,))
+        return (rows if len(rows) else torch.randint(count, (1,))).numpy()
 
-    def _padded(self, values: Any, rows: Tensor) -> Tensor:
-        out = torch.zeros(self.max_regions, values.shape[1])
-        out[: len(rows)] = torch.from_numpy(values[rows.numpy()].astype(np.float32))
+    def _padded(self, values: np.ndarray) -> Tensor:
+        out = torch.empty(self.max_regions, values.shape[1])
+        array = out.numpy()
+        array[: len(values)], array[len(values) :] = values, 0
         return out

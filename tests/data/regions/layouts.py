@@ -36,7 +36,7 @@ def write_lxmert(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def write_hdf5(path: str | Path, records: Iterable[Record]) -> None:
-    """BAN's flat layout with sizes, and our ``whole`` and ``extras``."""
+    """BAN's flat layout with sizes, and our ``whole``."""
     import h5py
 
     records = list(records)
@@ -53,8 +53,6 @@ def write_hdf5(path: str | Path, records: Iterable[Record]) -> None:
             file["image_bb"].attrs["units"] = "pixels"
         if every[0].global_feature is not None:
             file["whole"] = np.stack([each.global_feature for each in every])
-        for key in every[0].extras:
-            file[f"extras/{key}"] = np.concatenate([each.extras[key] for each in every])
 
 
 def write_lmdb(path: str | Path, records: Iterable[Record]) -> None:

@@ -9,7 +9,9 @@ import logging
 import os
 import pickle
 import tarfile
+import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,14 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.captions import open_caps
-from coder_plugin.data.from_config import make_regions
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions import guess_format, open_regions
-from coder_plugin.data.regions.base import DERIVATIONS, Record, RegionFormat, Regions, names_of
+from coder_plugin.data.regions.base import DERIVATIONS, Entry, Record, RegionFormat, Regions, names_of
 from coder_plugin.data.regions.convert import convert
-from coder_plugin.data.regions.join import Joined, RegionSource
+from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.errors import CoderError
@@ -58,7 +58,7 @@ def formats() -> dict[str, tuple[str, RegionFormat]]:
 
 
 FORMATS = formats()
-EXTRAS = set(FORMATS) - {"bua", "precomp"}
+EXTRAS = set(FORMATS) - {"bua", "hdf5", "precomp"}
 TARGETS = ("precomp", "shards")
 WRITERS = {
     "bua": layouts.write_tsv,
@@ -109,6 +109,11 @@ def written(folder: Path, kind: str = "precomp", captions: int = 0) -> str:
     return path
 
 
+def read(path: str, kind: str) -> dict[str, Regions]:
+    layout = FORMATS[kind][1]
+    return dict(layout.open(path)) if layout.open else {entry.name: entry.load() for entry in layout.read(path)}
+
+
 def captioned(*keys: str, names=(), name="captions") -> ItemSource:
     return ItemSource([Item(key, (f"of {key}", "two"), None, tuple(names)) for key in keys], name=name)
 
@@ -134,8 +139,8 @@ def test_every_layout_becomes_shards_and_precomp(tmp_path, one, other):
         assert "--without-extras" in message and (not os.path.exists(destination) or not os.listdir(destination))
     report = quietly(source, destination, **kinds, extras=other != "precomp")
     assert report.images == 3 and (report.from_kind, report.to_kind) == (one, other)
-    before, after = open_regions(source, one), open_regions(destination, other)
-    assert set(after) == set(before) == set(NAMES)
+    before, after = read(source, one), read(destination, other)
+    assert list(after) == list(before) and set(before) == set(NAMES)
     for name in NAMES:
         assert after[name].features.tobytes() == before[name].features.tobytes()
         assert after[name].boxes.tobytes() == before[name].boxes.tobytes()
@@ -190,13 +195,13 @@ def test_numbers_of_captions_that_cannot_be(tmp_path, number):
     assert f"captions_per_image is {number}" in message
 
 
-def test_captions_joined_in_set_the_order_and_the_names(tmp_path):
+def test_captions_joined_in_decide_which_images_and_set_their_names(tmp_path):
     keys = [f"val2014/COCO_val2014_{int(name):012d}.jpg" for name in reversed(NAMES)]
     report = quietly(written(tmp_path), place(tmp_path, "shards"), captions=captioned(*keys[:2]))
     assert report.images == 2 and report.captions == 4 and report.missing == () and report.unused == (NAMES[0],)
     assert "1 images with regions but no captions" in str(report) and NAMES[0] in str(report)
     file = open_regions(place(tmp_path, "shards"))
-    assert list(file) == keys[:2]
+    assert list(file) == [keys[1], keys[0]]  # in the order of the file of regions
     assert np.array_equal(file[keys[0]].features, regions(2).features)
     assert file.captions[keys[1]] == (f"of {keys[1]}", "two")
 
@@ -436,50 +441,6 @@ def test_the_start_of_a_stream_decides(tmp_path, monkeypatch):
             item.load()
 
 
-# several files of regions as one
-
-
-def test_files_are_read_as_one(tmp_path):
-    one, other = {"a": 1, "b": 2}, open_regions(written(tmp_path))
-    both = pickle.loads(pickle.dumps(Joined([("one", one), ("other", other)])))
-    assert list(both) == ["a", "b", *NAMES] and len(both) == 5 and "a" in both and "c" not in both
-    assert both["b"] == 2 and np.array_equal(both[NAMES[1]].features, regions(1).features) and both.get("c") is None
-
-
-def precomp_of(folder: Path, *names: str, ids=()) -> str:
-    given = [Record(name, replace(regions(n), extras={}), ("a",)) for n, name in enumerate(ids or names)]
-    FORMATS["precomp"][1].write(str(folder), given, split="train")
-    (folder / "id_mapping.json").write_text(json.dumps(dict(zip(ids, names, strict=True))) if ids else "{}")
-    return str(folder)
-
-
-def test_files_that_have_an_image_of_one_name_are_refused(tmp_path):
-    one, other = precomp_of(tmp_path / "one", "a", "b"), precomp_of(tmp_path / "other", "c", "d")
-    config = TrainConfig().with_options(regions=f"{one}::{other}")
-    assert list(make_regions(config.data, split="train")) == ["a", "b", "c", "d"]
-    third = precomp_of(tmp_path / "third", "e", "b")
-    config = config.with_options(regions=f"{one}::{other}::{third}")
-    message = fault(make_regions, config.data, split="train")
-    assert f"{tmp_path / 'third'}: has 'b', as {one} does" in message
-    config = config.with_options(regions=f"{one}::{one}")
-    assert "'a', 'b'" in fault(make_regions, config.data, split="train")
-
-
-def test_row_numbers_of_two_files_are_refused(tmp_path):
-    """Names of images listed there count as well as those that find them."""
-    one = precomp_of(tmp_path / "one", "v/x.jpg", ids=("17",))
-    assert "'17'" in fault(Joined, [("one", open_regions(one)), ("other", {"17": regions(0)})])
-    assert "'17'" in fault(Joined, [("other", {"17": regions(0)}), ("one", open_regions(one))])
-
-
-def test_a_short_name_that_two_files_have_finds_nothing(tmp_path):
-    paths = [precomp_of(tmp_path / split, f"{split}/1.jpg", ids=(id_,)) for split, id_ in (("a", "17"), ("b", "18"))]
-    both = Joined([(path, open_regions(path)) for path in paths])
-    assert "1.jpg" not in both and both.get("1.jpg") is None
-    assert all(each in both for each in ("a/1.jpg", "b/1.jpg", "17", "18"))
-    assert both.resolve("18") == "b/1.jpg"
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_a_format_wrote_is_guessed(tmp_path, kind):
     path = written(tmp_path, kind)
@@ -487,3 +448,85 @@ def test_what_a_format_wrote_is_guessed(tmp_path, kind):
         assert guess_format(path) in ("bua", "lxmert")
     else:
         assert guess_format(path) == kind
+
+
+# what is trained on and what is only converted
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_layout_that_is_not_trained_on_names_the_command_that_converts_it(tmp_path, kind):
+    path = written(tmp_path, kind)
+    message = fault(open_regions, path, kind)
+    target = f"{path.rpartition('.')[0] or path}-shards"
+    assert f"coder-plugin regions convert '{path}' {target} --from {kind})" in message
+    assert quietly(path, target, from_kind=kind).images == 3
+    assert list(open_regions(target)) == sorted(NAMES) if kind in ("lmdb", "folder") else NAMES
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_images_are_looked_up_in_the_only_split_there_is(tmp_path, kind):
+    """As ``regions extract`` writes all pictures as one split, from which training and validation take theirs."""
+    path = written(tmp_path, kind)
+    assert list(open_regions(path, split="val")) == list(open_regions(path, split="train")) == NAMES
+    FORMATS[kind][1].write(path, [Record("x", replace(regions(0), extras={}))], split="test")
+    assert list(open_regions(path, split="test")) == ["x"] and list(open_regions(path, split="train")) == NAMES
+    assert "splits present: test, train" in fault(open_regions, path, split="val")
+    assert ".tar'" in fault(open_regions, path, split="val") or kind == "precomp"
+    FORMATS[kind][1].write(path, [Record("y", replace(regions(0), extras={}))], split="dev")
+    assert list(open_regions(path, split="val")) == ["y"]
+    assert "train" in fault(quietly, path, place(tmp_path / "to", kind), split="val2")  # a conversion takes no other split
+
+
+def test_several_files_become_one(tmp_path):
+    one, other = written(tmp_path / "a", "bua"), place(tmp_path / "b", "bua")
+    WRITERS["bua"](other, [Record("7", replace(regions(7), extras={}))])
+    report = quietly(f"{one}::{other}", place(tmp_path, "shards"), from_kind="bua")
+    assert report.images == 4 and list(open_regions(place(tmp_path, "shards"))) == [*NAMES, "7"]
+    message = fault(quietly, f"{one}::{one}", place(tmp_path / "c", "shards"), from_kind="bua")
+    assert f"image '{NAMES[0]}' occurs twice" in message and not os.listdir(place(tmp_path / "c", "shards"))
+    both = f"{place(tmp_path, 'shards')}::{written(tmp_path / 'd', 'shards')}"
+    assert f"image '{NAMES[0]}' occurs in" in fault(open_regions, both)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_captions_are_joined_to_a_file_that_is_read_in_its_order(tmp_path, kind):
+    captions = captioned(*(f"COCO_{int(name):012d}.jpg" for name in NAMES[:2]))
+    report = quietly(written(tmp_path, kind), place(tmp_path, "shards"), from_kind=kind, captions=captions)
+    assert report.images == 2 and report.unused == (NAMES[2],)
+    file = open_regions(place(tmp_path, "shards"))
+    assert {name: file[name].features[0, 0] for name in file} == {
+        f"COCO_{int(name):012d}.jpg": regions(n).features[0, 0] for n, name in enumerate(NAMES[:2])
+    }
+
+
+def test_samples_of_shards_that_cannot_be_found_by_name_are_missing(tmp_path):
+    path = tmp_path / "x.tar"
+    with tarfile.open(written(tmp_path, "shards") + "/train-000000.tar") as given_, tarfile.open(path, "w") as tar:
+        for member in given_:
+            if member.name != "r000001.npz":
+                tar.addfile(member, given_.extractfile(member))
+    message = fault(quietly, str(path), place(tmp_path / "to", "shards"))
+    assert f"image '{NAMES[1]}'" in message and "has no regions (field npz)" in message and "--missing-ok" in message
+    report = quietly(str(path), place(tmp_path / "to", "shards"), missing_ok=True)
+    assert report.images == 2 and [name for name, _ in report.damaged] == [NAMES[1]]
+
+
+def test_an_image_that_the_writer_lost_is_noticed(tmp_path, monkeypatch):
+    layout = replace(FORMATS["shards"][1], write=lambda path, given_, *, split: len(list(given_)) - 1)
+    monkeypatch.setattr(importlib.import_module("coder_plugin.data.regions.shards"), "SHARDS", layout)
+    message = fault(quietly, written(tmp_path), place(tmp_path / "to", "shards"))
+    assert "2 images were written of 3 read and 0 left out" in message
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_one_image_is_held_at_a_time(tmp_path, monkeypatch, kind):
+    alive: weakref.WeakSet[Regions] = weakref.WeakSet()
+
+    def load(number: int) -> Regions:
+        assert len(alive) <= 2, "the one that is being written, and for precomp the first, whose layout all must have"
+        alive.add(one := replace(regions(number), extras={}))
+        return one
+
+    layout = RegionFormat(matches=str.isdigit, read=lambda path: (Entry(str(n), partial(load, n)) for n in range(20)))
+    monkeypatch.setattr(importlib.import_module("coder_plugin.data.regions.tsv"), "BUA", layout)
+    assert quietly("x", place(tmp_path, kind), from_kind="bua").images == 20

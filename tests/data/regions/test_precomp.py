@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from coder_plugin.data.regions.base import Record, Regions
-from coder_plugin.data.regions.npy import NpyRows, header
 from coder_plugin.data.regions.precomp import PRECOMP, open_precomp
 from coder_plugin.errors import CoderError
 
@@ -70,13 +69,13 @@ def test_a_folder_of_scan_s(tmp_path):
     for item, values in zip(got, features(), strict=True):
         regions = item.load()
         assert np.array_equal(regions.features, values) and regions.boxes is None and regions.global_feature is None
-        assert regions.features.flags.writeable
+        assert not regions.features.flags.writeable  # a part of the mapped file
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
 def test_features_keep_their_precision(tmp_path, dtype):
     got = items(folder(tmp_path, features(dtype=dtype)))[1].load().features
-    assert got.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(got, features(dtype=dtype)[1])
+    assert got.dtype == np.dtype(dtype) and np.array_equal(got, features(dtype=dtype)[1])
 
 
 @pytest.mark.parametrize("ids", [NAMES, [name for name in NAMES for _ in range(2)], None])
@@ -129,11 +128,6 @@ def test_ids_that_count_and_are_mapped_name_images(tmp_path):
     assert list(file) == ["0.jpg", "1.jpg", "2.jpg"] and "1" in file
 
 
-def test_different_ids_are_different_images_even_of_equal_rows(tmp_path, caplog):
-    assert len(items(folder(tmp_path, np.ones((4, 1, 1)), captions=4, ids="abcd"))) == 4
-    assert "every 4 rows are the same" in caplog.text
-
-
 def test_val_is_dev_where_there_is_no_val(tmp_path):
     spec = folder(tmp_path, split="dev", ids=None)
     assert items(spec, "val")[0].key == "dev_0"
@@ -177,34 +171,13 @@ def test_a_test_split_beside_testall_is_warned_of(tmp_path, caplog):
     assert "test holds 2 of testall's 10 images" in message and "--split testall --folds 5" in message
 
 
-@pytest.mark.parametrize(
-    "name, images, mapped, warned",
-    [
-        ("coco_precomp", 1000, False, True),
-        ("COCO/precomp", 1000, False, True),
-        ("data", 1000, True, True),
-        ("coco_precomp", 999, False, False),
-        ("f30k_precomp", 1000, False, False),
-        ("coco/f30k_precomp", 1000, False, False),
-    ],
-)
-def test_a_test_split_of_coco_alone_is_warned_of(tmp_path, caplog, name, images, mapped, warned):
-    ids = range(5, 5 + images) if mapped else None
-    spec = folder(tmp_path / name, np.ones((images, 1, 1), "f4"), captions=5 * images, ids=ids, split="test")
-    if mapped:
-        names = {str(number): f"COCO_val2014_{number:012}.jpg" for number in ids}
-        (tmp_path / name / "id_mapping.json").write_text(json.dumps(names))
-    PRECOMP.open(spec, split="test")
-    assert ("first fold of COCO's testall" in caplog.text and "--folds 5" in caplog.text) == warned
-
-
 def test_headers_of_python_2_are_read(tmp_path):
     spec = folder(tmp_path)
     path = tmp_path / "train_ims.npy"
     data = path.read_bytes()
-    head = header(np.dtype("float32"), (3, 2, 4)).replace(b"(3, 2, 4)}   ", b"(3L, 2L, 4L)}")
+    head = data[:128].replace(b"(3, 2, 4), }   ", b"(3L, 2L, 4L), }")
     assert len(head) == 128 and b"3L" in head
-    path.write_bytes(head + data[-3 * 2 * 4 * 4 :])
+    path.write_bytes(head + data[128:])
     assert np.array_equal(items(spec)[2].load().features, features()[2])
 
 
@@ -226,8 +199,7 @@ def test_headers_of_python_2_are_read(tmp_path):
         ({"ims": features(6), "ids": ["1", "1", "2", "2", "3", "3"]}, ["train_ids.txt", "2 lines", "differ"]),
         ({"ims": features()[0]}, ["train_ims.npy", "[2, 4]", "3 dimensions"]),
         ({"ims": features().astype(int)}, ["train_ims.npy", "int64", "floating point"]),
-        ({"ims": np.asfortranarray(features())}, ["train_ims.npy", "Fortran"]),
-        ({"ims": features()[:0], "captions": 0, "ids": []}, ["train_ims.npy", "no images"]),
+        ({"ims": features()[:0], "captions": 0, "ids": []}, ["train_ims.npy", "empty"]),
     ],
 )
 def test_faults(tmp_path, options, words):
@@ -252,14 +224,14 @@ def test_objects_are_refused_and_never_unpickled(tmp_path):
 def test_what_is_no_npy_file(tmp_path, content):
     spec = folder(tmp_path)
     (tmp_path / "train_ims.npy").write_bytes(content)
-    assert "train_ims.npy: not a .npy file" in fault(open_precomp, spec)
+    assert "train_ims.npy: cannot be read as a .npy file" in fault(open_precomp, spec)
 
 
 def test_a_damaged_header(tmp_path):
     spec = folder(tmp_path)
     path = tmp_path / "train_ims.npy"
     path.write_bytes(path.read_bytes().replace(b"'shape': (", b"'shape' (("))
-    assert "train_ims.npy: not a .npy file" in fault(open_precomp, spec)
+    assert "train_ims.npy: cannot be read as a .npy file" in fault(open_precomp, spec)
 
 
 def test_a_truncated_file_is_found_at_opening(tmp_path):
@@ -267,15 +239,7 @@ def test_a_truncated_file_is_found_at_opening(tmp_path):
     path = tmp_path / "train_ims.npy"
     path.write_bytes(path.read_bytes()[:-1])
     message = fault(open_precomp, spec)
-    assert "train_ims.npy" in message and "223 bytes" in message and "224" in message and "truncated" in message
-
-
-def test_a_file_cut_while_it_is_open_fails_the_image_alone(tmp_path):
-    got = items(folder(tmp_path))
-    os.truncate(tmp_path / "train_ims.npy", 170)
-    got[0].load()
-    with pytest.raises(ValueError, match="train_ims.npy ends before byte 224"):
-        got[2].load()
+    assert "train_ims.npy" in message and "its 223 bytes" in message and "truncated" in message
 
 
 def test_numbers_that_are_none_fail_the_image_alone(tmp_path):
@@ -283,7 +247,7 @@ def test_numbers_that_are_none_fail_the_image_alone(tmp_path):
     ims[1, 0, 0] = np.nan
     got = items(folder(tmp_path, ims))
     got[0].load()
-    with pytest.raises(ValueError, match="train_ims.npy: image '522418', number 1: 1 of 8 numbers"):
+    with pytest.raises(ValueError, match="train_ims.npy: image '522418': 1 of 8 numbers"):
         got[1].load()
 
 
@@ -297,8 +261,8 @@ def test_numbers_that_are_none_fail_the_image_alone(tmp_path):
         ("whole", np.zeros((4, 2)), ["4 rows, but 3 in train_ims.npy"]),
         ("boxes", np.zeros((3, 2, 4)), ["train_img_sizes.npy", "missing"]),
         ("img_sizes", np.ones((3, 2)), ["train_boxes.npy", "missing"]),
-        ("boxes", np.zeros((3, 1, 4)), ["[3, 1, 4]", "2, 4"]),
-        ("img_sizes", np.ones((3, 3)), ["[3, 3]", "width and height"]),
+        ("boxes", np.zeros((3, 1, 4)), ["[3, 1, 4]", "[3, 2, 4]"]),
+        ("img_sizes", np.ones((3, 3)), ["[3, 3]", "[3, 2]"]),
     ],
 )
 def test_faults_of_extras(tmp_path, name, array, words):
@@ -410,7 +374,7 @@ def test_fewer_regions_are_filled_up_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "second, words",
     [
-        (record("x", captions=["one"]), ["'x' has 1 captions", "'first' 2", "captions_per_image"]),
+        (record("x", captions=["one"]), ["'x' has 1 captions", "'first' 2", "--captions-per-image"]),
         (record("x", global_feature=np.ones(2, np.float32)), ["'x' has global_feature", "'first' has none"]),
         (record("x", boxes=np.ones((2, 4), np.float32)), ["'x' has boxes", "'first' has none"]),
         (Record("x", Regions(np.ones((1, 3))), ("a", "b")), ["'x'", "float64 x 3", "'first'", "float32 x 3"]),
@@ -515,10 +479,3 @@ def test_matches(tmp_path):
     assert not PRECOMP.matches(str(tmp_path))
     folder(tmp_path / "precomp")
     assert PRECOMP.matches(str(tmp_path)) and PRECOMP.matches(str(tmp_path / "precomp"))
-
-
-def test_rows_out_of_range(tmp_path):
-    np.save(tmp_path / "x.npy", features())
-    rows = NpyRows(str(tmp_path / "x.npy"), kinds="f", ndim=3)
-    with pytest.raises(IndexError):
-        rows[3]

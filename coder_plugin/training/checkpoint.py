@@ -287,6 +287,7 @@ _REQUIRED: dict[str, Callable[[Any], bool]] = {
 }
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "epoch": _is_number,
+    "samples_per_epoch": _is_count,
     "seconds": _is_number,
     "last": _are_results,
     "best": _are_results,

@@ -21,6 +21,17 @@ from coder_plugin.training.failures import on_every_rank, on_first_rank
 SEEN_WITHIN = 60.0
 
 
+def run_folder(logs: str, name: str) -> Path:
+    """The folder of a run: ``logs/name``.
+
+    Raises:
+        CoderError: the name is not that of a folder in ``logs``.
+    """
+    if name in (".", "..") or set(name) & set("/\\\0"):
+        raise CoderError(f"--name {name!r} is not a folder's name: leave out / and \\, and give its folder with --logs")
+    return Path(logs) / name
+
+
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder: rank 0 takes it for all ranks. Call it on every rank.

@@ -46,7 +46,7 @@ from coder_plugin.training.accelerator import make_accelerator, tf32_products
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
-from coder_plugin.training.disk import check_shared, run_lock, writing
+from coder_plugin.training.disk import check_shared, run_folder, run_lock, writing
 from coder_plugin.training.failures import names_lost_ranks, on_first_rank
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
@@ -128,7 +128,7 @@ class Trainer:
         objective = prepare.make_objective(config, loss, model)  # it asks for the number of processes
         prepare.check_objects(config, objective, model=model, loss=loss)
         self.device = self.accelerator.device
-        self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
+        self.folder = run_folder(config.run.logs, config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
         self.log = RunLog(self.folder, self.accelerator, config)
 
@@ -629,6 +629,7 @@ class Trainer:
             "best": self.best,
             "zero_shot": self.zero_shot,
             "changes": self.changes,
+            "samples_per_epoch": self.loader.samples_per_epoch,
             "kept": bool(every and not self.position and self.epoch % every == 0),
             "versions": versions(),
         }

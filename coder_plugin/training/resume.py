@@ -176,7 +176,8 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
             f"scenes: repeat all flags of the run, or begin with --config {shlex.quote(str(trainer.folder / 'config.json'))}"
         )
     objects = [term for term in trainer.objective.terms if term.is_passed]
-    _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects))
+    samples = manifest.get("samples_per_epoch"), trainer.loader.samples_per_epoch
+    _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects), samples)
     options = describe_backbone(trainer.model).get("options", {})
     saved_options = (manifest.get("backbone") or {}).get("options", {})
     other = [name for name, value in saved_options.items() if options.get(name) != value]
@@ -294,21 +295,30 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _check_objective(objective: Objective, saved: Objective) -> None:
-    if comparable(saved) == comparable(objective):
+def _check_objective(objective: Objective, saved: Objective, samples: tuple[int | None, int]) -> None:
+    """:class:`CoderError` unless both train the same; ``samples``: of an epoch, in the checkpoint and now."""
+    before, now = comparable(saved), comparable(objective)
+    if before == now:
         return
-    saved_heads, heads = dict(saved.heads), dict(objective.heads)
-    other = [
-        f"{name}: {dict(saved_heads.get(name, ()))} and {dict(heads.get(name, ()))}"
-        for name in sorted(saved_heads.keys() | heads.keys())
-        if saved_heads.get(name) != heads.get(name)
+    heads = {name: dict(options) for name, options in now.heads}
+    changed = [
+        f"{name}.{option}={value}"
+        for name, options in before.heads
+        for option, value in options
+        if heads.get(name, {}).get(option, value) != value
     ]
-    difference = f" with other options of heads ({'; '.join(other)})"
-    raise CoderError(
-        f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}"'
-        f"{difference if str(saved) == str(objective) else ''}: resume with its own loss, or start from its export: "
-        "--pretrained"
-    )
+    if str(saved) != str(objective) or not changed:
+        raise CoderError(
+            f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}": resume with its own loss, or '
+            "start from its export: --pretrained"
+        )
+    reason = "the checkpoint was trained with other options of heads"
+    if samples[0] not in (None, samples[1]):
+        reason = (
+            f"an epoch of the training data had {samples[0]:,} samples and has {samples[1]:,} now, and options of heads follow "
+            "from that number"
+        )
+    raise CoderError(f"{reason}: keep the options with --set {' '.join(changed)}, or start from the export: --pretrained")
 
 
 def _check_fixed_buffers(model: Any, weights: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pty
 import random
 import re
 import shutil
@@ -29,7 +30,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.disk import run_lock
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
-from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal
+from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
 from coder_plugin.training.step import NonFiniteError
 from tests.reliability import ranks as forked
 
@@ -652,6 +653,34 @@ def test_the_process_itself_ends_with_the_status(tmp_path):
     text = (tmp_path / "output").read_text()
     assert status == EXIT_STATUS and "Traceback" not in text, text[-2000:]
     assert "SIGTERM: stopped after step" in text and seconds < 20
+    assert checkpoint.newest(tmp_path / "run/checkpoints") is not None
+
+
+def test_hangup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
+    """With the progress bar, which then has nothing to write to."""
+    flags = {"model": options(tmp_path)["model"], "loss": "dcl", "logs": tmp_path, "name": "run", "batch-size": 4}
+    flags |= {"epochs": 10_000, "train-num-samples": 32, "workers": 1, "val-frequency": 0, "save-every-steps": 0}
+    child, terminal = pty.fork()
+    if not child:
+        command = [sys.executable, "-m", "coder_plugin.cli", "train", *(f"--{key}={value}" for key, value in flags.items())]
+        os.execv(sys.executable, command)
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_STATUS
     assert checkpoint.newest(tmp_path / "run/checkpoints") is not None
 
 

@@ -22,9 +22,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,8 +48,7 @@ _HOLDS = "a checkpoint holds tensors, numbers, texts, and dicts, lists and tuple
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint whose manifest has been read; its other files have not been checked."""
 
     path: Path
@@ -121,11 +119,16 @@ def read_model(path: Path) -> State:
     return model
 
 
-def verify(path: Path) -> State:
-    """The manifest of a checkpoint, after all files were compared with their checksums; CoderError if one is damaged."""
+def verify(path: Path, *, checksums: bool = True) -> State:
+    """The manifest of a checkpoint, after all files were compared with it; CoderError if one is damaged.
+
+    Args:
+        path: its folder.
+        checksums: otherwise only sizes are compared.
+    """
     manifest = _read_manifest(path)
     for name in manifest["files"]:
-        _check_file(path, name, manifest, True)
+        _check_file(path, name, manifest, checksums)
     return manifest
 
 
@@ -138,7 +141,7 @@ def checkpoints(directory: Path, *, problems: list[str] | None = None) -> list[C
     for path in _folders(directory):
         with _skipping(problems):
             readable.append(Checkpoint(path, _read_manifest(path)))
-    return sorted(readable, key=lambda each: [each.manifest.get(name, 0) for name in _AGE], reverse=True)
+    return sorted(readable, key=lambda each: [each.manifest.get(name) or 0 for name in _AGE], reverse=True)
 
 
 def newest(directory: Path, *, problems: list[str] | None = None) -> Path | None:
@@ -155,15 +158,12 @@ def prune(directory: Path, keep: Iterable[str]) -> list[str]:
 
     Nothing is removed unless one of ``keep`` has all its files, nor what has no readable manifest.
     """
-    kept, found = set(keep), checkpoints(directory)
-    is_whole = False
-    for each in found:
-        if each.path.name in kept and not is_whole:
-            with _skipping([]):
-                for name in each.manifest["files"]:
-                    _check_file(each.path, name, each.manifest, False)
-                is_whole = True
-    removed = [each.path for each in found if is_whole and each.path.name not in kept]
+    kept, found, whole = set(keep), [each.path for each in checkpoints(directory)], []
+    for path in found:
+        if path.name in kept:
+            with _skipping(None):
+                whole.append(verify(path, checksums=False))
+    removed = [path for path in found if whole and path.name not in kept]
     for path in removed:
         remove_folder(path)
     return [path.name for path in removed]

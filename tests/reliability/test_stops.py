@@ -107,15 +107,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_without_da
         assert rows(run) == rows(finished / "longer")
 
 
-def test_nothing_is_pruned_while_no_kept_checkpoint_is_whole(folder):
-    directory = folder / "run/checkpoints"
-    names = sorted(path.name for path in directory.iterdir())
-    (directory / "step_00000008/state.pt").unlink()
-    assert checkpoint.prune(directory, ["step_00000008"]) == []
-    assert sorted(path.name for path in directory.iterdir()) == names
-    assert checkpoint.prune(directory, ["step_00000006"]) == [name for name in reversed(names) if name != "step_00000006"]
-
-
 def test_a_mistyped_name_is_no_new_run(folder):
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(CoderError, match="holds no run; did you mean 'run'.*check --name"):
@@ -722,11 +713,6 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_lives(folder):
         os.close(read), os.close(write)
 
 
-def test_a_run_in_the_same_process_is_refused_too(folder):
-    with run_lock(folder / "run"), pytest.raises(CoderError, match="being written"), run_lock(folder / "run"):
-        pass
-
-
 def test_without_locks_a_warning_is_logged(tmp_path, monkeypatch, caplog):
     import fcntl
 
@@ -737,9 +723,3 @@ def test_without_locks_a_warning_is_logged(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), run_lock(tmp_path / "run"):
         pass
     assert "cannot be locked" in caplog.text
-
-
-def test_stopped_by_signal_is_a_system_exit():
-    with pytest.raises(SystemExit) as caught:
-        raise StoppedBySignal
-    assert caught.value.code == EXIT_STATUS

@@ -27,22 +27,13 @@ _collectives = 0
 
 
 def collectives() -> int:
-    """Number of steps and of this module's collective operations that this process has begun, the same on ranks that are
-    equally far.
-
-    A rank that has begun fewer than another keeps it waiting.
-    """
+    """Number of this module's collective operations that this process has begun."""
     return _collectives
 
 
 def _begin() -> None:
     global _collectives
     _collectives += 1
-
-
-def count_step() -> None:
-    """Count the begin of a step as a collective operation is counted: DDP's own, with which its forward begins, are not."""
-    _begin()
 
 
 def barrier() -> None:

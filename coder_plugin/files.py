@@ -1,22 +1,28 @@
-"""Files that others rely on: written completely or not at all, and verified by their checksums."""
+"""Files that others rely on: one writer at a time, written completely or not at all, verified by their checksums."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from coder_plugin.errors import CoderError
+
+#: The names that :func:`temporary_path` gives: what they stand for, host, process.
+_TEMPORARY = re.compile(r"\.(.+)\.([A-Za-z0-9-]+)\.(\d+)\.[0-9a-f]{8}\.writing")
+_log = logging.getLogger(__name__)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -135,13 +141,10 @@ def remove_all_leftovers(folder: str | Path) -> None:
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    form = re.compile(rf"\.{name}\.{_host()}\.(\d+)\.[0-9a-f]{{8}}\.writing")
     for each in folder.glob(".*.writing"):
-        if (match := form.fullmatch(each.name)) and not _is_running(int(match[1])):
-            if each.is_dir():
-                shutil.rmtree(each, ignore_errors=True)
-            else:
-                each.unlink(missing_ok=True)
+        match = _TEMPORARY.fullmatch(each.name)
+        if match and re.fullmatch(name, match[1]) and match[2] == _host() and not _is_running(int(match[3])):
+            _remove(each)
 
 
 def _is_running(pid: int) -> bool:
@@ -152,6 +155,109 @@ def _is_running(pid: int) -> bool:
     except OSError:  # another user's
         return True
     return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def recover(folder: str | Path) -> None:
+    """Clean up a folder after a killed writer, of any machine: temporary files and folders are removed, and a folder that was
+    being replaced gets its name back. Only for who holds the folder's lock (:func:`locked`).
+    """
+    for each in list(Path(folder).glob(".*")):
+        whole = each.with_name(each.name.removeprefix(".").removesuffix(".old"))
+        if each.name.endswith(".old") and each.is_dir():
+            _remove(each) if whole.exists() else os.replace(each, whole)
+        elif _TEMPORARY.fullmatch(each.name):
+            _remove(each)
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Hold a folder's lock, ``folder/.lock``. The operating system releases it when the process ends, also when it is killed.
+
+    On file systems without locks a warning is logged and nothing is held.
+
+    Args:
+        folder: made if it does not exist.
+
+    Raises:
+        CoderError: another process holds the lock, or the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with locked(folder), locked(folder):  # doctest: +ELLIPSIS
+        ...     pass
+        Traceback (most recent call last):
+        coder_plugin.errors.CoderError: ... is being written by another process: wait for it, stop it, or choose another name
+    """
+    from filelock import FileLock, Timeout
+
+    lock = None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(Path(folder) / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        reason = "is being written by another process: wait for it, stop it, or choose another name"
+        raise CoderError(f"{folder} {reason}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            raise CoderError(f"{folder} cannot be written: {error.strerror or error}") from error
+        _log.warning("%s cannot be locked (%s): let no second process write to it", folder, error.strerror)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def refuse_links(folder: str | Path, *, appended: Container[str] = ()) -> None:
+    """Refuse a folder in which writing would change files elsewhere, because an entry is a link.
+
+    Args:
+        folder: may itself be a link, or not exist.
+        appended: names of files that are written in place, which must have no second name (a hard link) either.
+
+    Raises:
+        CoderError: names the entry.
+    """
+    for each in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:
+        status = each.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
+        if stat.S_ISLNK(status.st_mode) or (is_file and status.st_nlink > 1 and each.name in appended):
+            raise CoderError(f"{each} is a link: writing there would change files elsewhere; replace it by a copy or remove it")
+        if not is_file and not stat.S_ISDIR(status.st_mode):
+            raise CoderError(f"{each} is neither a file nor a folder: remove it")
+
+
+def move_into(folder: str | Path, path: str | Path, *, name: str | None = None) -> Path:
+    """Move a file or folder into ``folder``, which is made, as ``name`` or its own; if that is taken, with a number behind it.
+
+    Returns:
+        The new place.
+    """
+    path = Path(path)
+    place = Path(folder) / (name or path.name)
+    place.parent.mkdir(exist_ok=True)
+    if place.exists():
+        place = place.with_name(f"{place.name}-{time.time_ns()}")
+    os.replace(path, place)
+    fsync_path(place.parent)
+    fsync_path(path.parent)
+    return place
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder after renaming it: a kill leaves no half of it under its name."""
+    temporary = temporary_path(path)
+    os.replace(path, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -174,8 +280,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         yield temporary
         atomic_replace(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -225,32 +330,35 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         'complete'
     """
     path = Path(path)
-    temporary, old = temporary_path(path), path.with_name(f".{path.name}.old")
-    if old.exists() and not path.exists():  # killed between the two renames below
+    old = path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():  # killed between the two renames of replace_folder
         os.replace(old, path)
     remove_leftovers(path)
+    temporary = temporary_path(path)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for each in (*temporary.rglob("*"), temporary):
-            fsync_path(each)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            os.replace(path, old)
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if old.exists():
-                _move_back(old, path)
-            raise
-        fsync_path(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _move_back(old: Path, path: Path) -> None:
+def replace_folder(temporary: Path, path: Path) -> None:
+    """Rename a finished folder to ``path`` in the same parent, in place of one that is there, after a wait for the disk."""
+    for each in (*temporary.rglob("*"), temporary):
+        fsync_path(each)
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)
     try:
-        os.replace(old, path)
+        os.replace(temporary, path)
     except OSError as error:
-        raise OSError(f"what was in {path} is now in {old}: move it back ({error})") from error
+        if old.exists():
+            try:
+                os.replace(old, path)
+            except OSError as second:
+                raise OSError(f"what was in {path} is now in {old}: move it back ({second})") from error
+        raise
+    fsync_path(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

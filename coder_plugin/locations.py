@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -25,6 +26,7 @@ _MARK = "<from a file: "
 _RANGE = re.compile(r"\{(-?\d{1,30})\.\.(-?\d{1,30})")
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 _LOCAL = re.compile(r"(file:(?!//[^/])|[A-Za-z]:[\\/])")  # a file's URL, or a drive of Windows
+_ADDRESS = re.compile(r"\s*(hf-hub|hf|transformers|https?|ftp|s3|gs):", re.IGNORECASE)
 _CHANGED = re.compile(r"[\x00-\x1f\x7f]|\$\{")  # control characters, which URL parsers drop, and variables
 
 
@@ -99,6 +101,36 @@ def local_only(options: Mapping[str, Any]) -> dict[str, Any]:
         name: value if not isinstance(value, str) or is_safe(name, value) else f"{_MARK}{value}>"
         for name, value in options.items()
     }
+
+
+def check_model_addresses(options: Mapping[str, Any], origin: str, flags: Mapping[str, Any]) -> None:
+    """Refuse the address of a model to fetch (``hf-hub:``, ``transformers:``, a URL, an encoder's name on the hub) in a file.
+
+    Args:
+        options: of the file, by flat name.
+        origin: the file, for the message.
+        flags: what was typed, which replaces the file's.
+
+    Raises:
+        CoderError: names the address, and the flag that opens it all the same.
+    """
+
+    def by_flag(values: Mapping[str, Any]) -> dict[str, str]:
+        named = {f"--{name} ": str(values[name]) for name in ("model", "pretrained") if values.get(name)}
+        for name in ("set", "model_kwargs"):
+            for option, _, value in (each.partition("=") for each in values.get(name) or ()):
+                named[f"--{name.replace('_', '-')} {option}="] = value.strip(" '\"")
+        return named
+
+    typed = by_flag(flags)
+    for flag, value in by_flag(options).items():
+        is_encoder = flag == "--model-kwargs text="  # of a region model: a folder, or a name on the hub
+        is_address = _ADDRESS.match(value) and not os.path.exists(value.partition(":")[2])
+        if flag not in typed and (is_address or (is_encoder and not os.path.isdir(value))):
+            raise CoderError(
+                f"{origin} names the model {value[:200]!r}, which would be fetched: if you trust it, give it again on the "
+                f"command line ({flag}{shlex.quote(value[:200])})"
+            )
 
 
 def check_local_loss(loss: str) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coder_plugin.files import atomic_folder, atomic_write, temporary_path
+from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_folder, atomic_write, locked, move_into, recover, refuse_links, temporary_path
 
 
 class Broken(Exception):
@@ -113,3 +114,51 @@ def test_temporary_names_differ_and_only_those_of_killed_processes_are_removed(t
     with atomic_folder(path) as folder:
         assert folder != running
     assert set(tmp_path.iterdir()) == {path, running, elsewhere}
+
+
+def test_recover_cleans_up_after_a_killed_writer_of_any_machine(tmp_path: Path) -> None:
+    for name in ("whole", ".whole.old", ".torn.old", ".new.elsewhere.1.01234567.writing", ".mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".log.elsewhere.1.01234567.writing").write_text("half")
+    (tmp_path / ".notes.old").write_text("mine")
+    recover(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "torn", ".mine", ".notes.old"}
+
+
+def test_links_are_refused_by_name(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    refuse_links(folder)
+    folder.mkdir()
+    outside.write_text("mine")
+    os.link(outside, folder / "log")
+    refuse_links(folder)  # a second name matters only where a file is written in place
+    with pytest.raises(CoderError, match="folder/log is a link"):
+        refuse_links(folder, appended=("log",))
+    for name, target in ((".hidden", outside), ("dangling", tmp_path / "none"), ("sub", tmp_path)):
+        (folder / name).symlink_to(target)
+        with pytest.raises(CoderError, match=f"folder/{name} is a link: writing there would change files elsewhere"):
+            refuse_links(folder)
+        (folder / name).unlink()
+    (tmp_path / "linked").symlink_to(folder)
+    refuse_links(tmp_path / "linked")
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "inner" / "folder"
+    with locked(folder):
+        script = f"from coder_plugin.files import locked\nwith locked({str(folder)!r}): pass"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "CoderError" in done.stderr and "is being written by another process" in done.stderr
+    with locked(folder):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoderError, match="file/x cannot be written"), locked(tmp_path / "file" / "x"):
+        pass
+
+
+def test_nothing_is_moved_over_what_is_there(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        (tmp_path / "log").write_text(text)
+        move_into(tmp_path / "aside", tmp_path / "log", name="old")
+    assert sorted(path.read_text() for path in (tmp_path / "aside").iterdir()) == ["one", "two"]
+    assert (tmp_path / "aside" / "old").read_text() == "one" and not (tmp_path / "log").exists()

@@ -157,6 +157,8 @@ def test_the_command_line_trains_with_it(run: Run, tmp_path: Path) -> None:
     run(*command)
     from safetensors.torch import load_file
 
+    from coder_plugin.training.checkpoint import load
+
     folder = tmp_path / "run"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record for record in records if "theirs_loss" in record]
@@ -164,7 +166,7 @@ def test_the_command_line_trains_with_it(run: Run, tmp_path: Path) -> None:
     for record in losses:
         assert record["loss"] == pytest.approx(record["theirs_loss"] + record["dcl_loss"], rel=1e-4)
     (checkpoint,) = sorted((folder / "checkpoints").iterdir())[-1:]
-    state = load_file(checkpoint / "model.safetensors")
+    state = load(checkpoint)[1]["model"]
     bank = {key.rpartition(".")[2]: value for key, value in state.items() if "their_bank" in key}
     assert bank["texts"].shape == (20, 128) and bank["count"].item() == 20 and bank["pointer"].item() == 32 % 20
     torch.testing.assert_close(bank["texts"].norm(dim=1), torch.ones(20))

@@ -412,14 +412,27 @@ def without_heads(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not name.startswith("coder.")}
 
 
+def _sort_metadata(path: Path) -> None:
+    """Rewrite a safetensors header with its metadata sorted: safetensors writes them in another order in each process."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(content) <= size
+        file.seek(8)
+        file.write(content.ljust(size))
+
+
 def write_tensors(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
-    """Write a safetensors file with ``metadata``: to a temporary file first, which is renamed."""
+    """Write a safetensors file with ``metadata``: to a temporary file first, which is renamed. Equal input, equal bytes."""
     from safetensors.torch import save_file
 
     # clones, because safetensors refuses tensors that share memory
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", **metadata})
+        _sort_metadata(temporary)
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask

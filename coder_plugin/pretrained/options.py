@@ -11,6 +11,7 @@ from coder_plugin import recipes
 from coder_plugin.config import LOSS_OPTIONS, SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import format_value
+from coder_plugin.locations import check_model_addresses
 
 #: Options that only region models have.
 _OF_REGION_MODELS = ("region_dropout", "word_dropout")
@@ -50,6 +51,9 @@ def resolve_config(
     layers = [(file_name, file), (flags_name, flags)]
     options, _ = merge(layers)
     recipe_name, settings = _recipe_layer(options)
+    check_model_addresses(file, file_name, flags)
+    if str(options.get("recipe")).endswith(".toml"):
+        check_model_addresses(settings, recipe_name, {**file, **flags})
     data = resolve(layers).data
     if data.train is None and not data.on_scenes:
         raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")

@@ -5,12 +5,12 @@ Shapes: Q bank entries, K centres, D dimensions, N images, T captions, B pairs o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
@@ -20,6 +20,7 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.charts import format_number, histogram
 from coder_plugin.report.curves import Figure
 from coder_plugin.tensors import unit
+from coder_plugin.training.checkpoint import read_model
 from coder_plugin.training.run_folder import RunFolder
 
 #: Most anchors whose diversity is measured.
@@ -93,20 +94,15 @@ def read_state(checkpoint: Path, *, pairs_per_step: int) -> list[Bank | Centres]
     Raises:
         CoderError: the file cannot be read.
     """
-    path = checkpoint / "model.safetensors"
+    tensors = read_model(checkpoint)
     state: list[Bank | Centres] = []
-    try:
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            for name in sorted(names):
-                owner, _, last = name.rpartition(".")
-                head = owner.removeprefix("coder.heads.")
-                if last == "pointer" and {f"{owner}.{each}" for each in ("image", "text", "ids", "count")} <= names:
-                    state.append(_bank(file, owner, head, pairs_per_step))
-                elif last == "ready" and {f"{owner}.{each}" for each in ("centres", "counts")} <= names:
-                    state.append(_centres(file, owner, head))
-    except (OSError, SafetensorError) as error:
-        raise CoderError(f"{path} cannot be read: {error}") from error
+    for name in sorted(tensors):
+        owner, _, last = name.rpartition(".")
+        head = owner.removeprefix("coder.heads.")
+        if last == "pointer" and {f"{owner}.{each}" for each in ("image", "text", "ids", "count")} <= tensors.keys():
+            state.append(_bank(tensors, owner, head, pairs_per_step))
+        elif last == "ready" and {f"{owner}.{each}" for each in ("centres", "counts")} <= tensors.keys():
+            state.append(_centres(tensors, owner, head))
     return state
 
 
@@ -180,33 +176,33 @@ def similarity(images: Tensor, texts: Tensor) -> Tensor:
     return scores.amax(1) if images.ndim == 3 else scores
 
 
-def _bank(file: Any, owner: str, head: str, pairs_per_step: int) -> Bank:
-    count, pointer = (int(file.get_tensor(f"{owner}.{each}")) for each in ("count", "pointer"))
-    keys = {side: file.get_tensor(f"{owner}.{side}") for side in ("image", "text")}
+def _bank(tensors: Mapping[str, Tensor], owner: str, head: str, pairs_per_step: int) -> Bank:
+    count, pointer = (int(tensors[f"{owner}.{each}"]) for each in ("count", "pointer"))
+    keys = {side: tensors[f"{owner}.{side}"] for side in ("image", "text")}
     size = len(keys["image"])
     return Bank(
         head.removesuffix(".bank"),
         size,
         count,
-        len(file.get_tensor(f"{owner}.ids")[:count].unique()),
+        len(tensors[f"{owner}.ids"][:count].unique()),
         pairs_per_step,
         {side: each[:count].float().norm(dim=1).tolist() for side, each in keys.items()},
         entry_ages(pointer, count, size, pairs_per_step),
     )
 
 
-def _centres(file: Any, owner: str, head: str) -> Centres:
+def _centres(tensors: Mapping[str, Tensor], owner: str, head: str) -> Centres:
     head = head.removesuffix(".centres")
-    counts, above = file.get_tensor(f"{owner}.counts"), owner.removesuffix(".centres")
+    counts, above = tensors[f"{owner}.counts"], owner.removesuffix(".centres")
     return Centres(
         head,
         len(counts),
-        bool(file.get_tensor(f"{owner}.ready")),
-        int(file.get_tensor(f"{above}.passed")),
-        float(file.get_tensor(f"{above}.changed")),
-        int(file.get_tensor(f"{above}.restarted")),
+        bool(tensors[f"{owner}.ready"]),
+        int(tensors[f"{above}.passed"]),
+        float(tensors[f"{above}.changed"]),
+        int(tensors[f"{above}.restarted"]),
         counts.double().tolist(),
-        file.get_tensor(f"{owner}.centres").norm(dim=1).tolist(),
+        tensors[f"{owner}.centres"].norm(dim=1).tolist(),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.launchers import ranks_from_slurm
 from coder_plugin.pretrained.device import mixed_precision
-from coder_plugin.training.failures import process_group_timeout
 from coder_plugin.training.trackers import tracker_names
 
 #: By the variable with which accelerate asks for it: forms of parallel training other than DDP.
@@ -49,7 +49,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     tracker_names(config.run.report_to)  # raises before a model is built; RunLog starts them
     # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
+    patience = utils.InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.rank_timeout))
     options = {
         "gradient_accumulation_plugin": accumulation,
         "project_dir": config.run.logs,

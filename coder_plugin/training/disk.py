@@ -1,4 +1,4 @@
-"""Files that cannot be written: one line that says what, where, why, and which checkpoint is whole."""
+"""A run's folder: its lock, what must not be a link in it, and disk errors as one line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,63 @@ import contextlib
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
+from coder_plugin.files import locked, recover, refuse_links
 from coder_plugin.training import checkpoint
+from coder_plugin.training.failures import on_every_rank, on_first_rank
+
+#: Seconds that another machine has to see a file that rank 0 has written: network file systems cache what is absent.
+SEEN_WITHIN = 60.0
+
+
+def run_folder(logs: str, name: str) -> Path:
+    """The folder of a run: ``logs/name``.
+
+    Raises:
+        CoderError: the name is not that of a folder in ``logs``.
+    """
+    if name in (".", "..") or set(name) & set("/\\\0"):
+        raise CoderError(f"--name {name!r} is not a folder's name: leave out / and \\, and give its folder with --logs")
+    return Path(logs) / name
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder: rank 0 takes it for all ranks. Call it on every rank.
+
+    Readers (reports, evaluation) take no lock.
+
+    Args:
+        folder: of the run, made if it does not exist.
+
+    Raises:
+        CoderError: on every rank, if another process holds the lock, the folder cannot be written, or what the trainer
+            writes there is a link.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp()) / "run"
+        >>> with run_lock(folder):
+        ...     folder.is_dir()
+        True
+    """
+    with contextlib.ExitStack() as held:
+
+        def take() -> None:
+            for part in ("", "checkpoints", "export", "set-aside"):
+                refuse_links(folder / part, appended=("metrics.jsonl",))
+            held.enter_context(locked(folder))
+            for part in ("", "checkpoints", "export"):
+                recover(folder / part)
+
+        on_first_rank(take)
+        yield
 
 
 @contextlib.contextmanager
@@ -40,21 +89,6 @@ def whole_checkpoint(run: Path) -> str:
     return f"{newest} is whole: remove the cause, then --resume latest"
 
 
-def on_first_rank(work: Callable[[], object]) -> None:
-    """Run ``work`` on rank 0 while the others wait; if it fails there, every rank raises. Call it on every rank."""
-    error = None
-    if distributed.rank() == 0:
-        try:
-            work()
-        except Exception as caught:
-            error = caught
-    distributed.raise_on_all_ranks(error, prefix="rank 0: ")
-
-
-#: Seconds that another machine has to see a file that rank 0 has written: network file systems cache what is absent.
-SEEN_WITHIN = 60.0
-
-
 def check_shared(folder: Path) -> None:
     """Raise on every rank unless all of them see the files that rank 0 writes: each writes its part of a checkpoint there.
 
@@ -68,18 +102,19 @@ def check_shared(folder: Path) -> None:
         return
     path = folder / f".shared-{distributed.gather_objects(secrets.token_hex(8))[0]}"
     on_first_rank(path.touch)
-    error = None
-    until = time.monotonic() + SEEN_WITHIN
-    while distributed.rank() > 0 and not path.exists():
-        if time.monotonic() > until:
-            error = CoderError(
-                f"rank {distributed.rank()} on {platform.node()} does not see {folder}: all ranks write their part "
-                "of a checkpoint there, so --logs must be on a file system that all machines share, under the same path"
-            )
-            break
-        time.sleep(0.2)
+
+    def see() -> None:
+        until = time.monotonic() + SEEN_WITHIN
+        while not path.exists():
+            if time.monotonic() > until:
+                raise CoderError(
+                    f"rank {distributed.rank()} on {platform.node()} does not see {folder}: all ranks write their part "
+                    "of a checkpoint there, so --logs must be on a file system that all machines share, under the same path"
+                )
+            time.sleep(0.2)
+
     try:
-        distributed.raise_on_all_ranks(error)
+        on_every_rank(see)
     finally:
         if distributed.rank() == 0:
             path.unlink(missing_ok=True)

@@ -41,17 +41,17 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, exports, failures, fine_tuning, prepare, resume
+from coder_plugin.training import checkpoint, exports, fine_tuning, prepare, resume
 from coder_plugin.training.accelerator import make_accelerator, tf32_products
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
-from coder_plugin.training.disk import check_shared, on_first_rank, writing
+from coder_plugin.training.disk import check_shared, run_folder, run_lock, writing
+from coder_plugin.training.failures import names_lost_ranks, on_first_rank
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
 from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
 from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
-from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
 from coder_plugin.training.step import NonFiniteError, StepResult, forward_backward
 
@@ -106,7 +106,7 @@ class Trainer:
         2
     """
 
-    @failures.ends_all_ranks
+    @names_lost_ranks
     @with_memory_advice
     def __init__(
         self,
@@ -125,11 +125,10 @@ class Trainer:
                 raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
         self.accelerator = make_accelerator(config)
-        failures.start(config.run.rank_timeout)
         objective = prepare.make_objective(config, loss, model)  # it asks for the number of processes
         prepare.check_objects(config, objective, model=model, loss=loss)
         self.device = self.accelerator.device
-        self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
+        self.folder = run_folder(config.run.logs, config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
         self.log = RunLog(self.folder, self.accelerator, config)
 
@@ -251,17 +250,16 @@ class Trainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    @failures.ends_all_ranks
+    @names_lost_ranks
     @with_memory_advice
     def run(self) -> dict[str, Any]:
         """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``.
 
         Raises:
-            StoppedBySignal: after SIGTERM, SIGUSR1 or SIGINT, with a checkpoint of the last step. As a ``SystemExit`` it ends
-                the process with status 75; ``config={"resume": "latest"}`` continues the run.
+            StoppedBySignal: after SIGTERM, SIGHUP, SIGUSR1 or SIGINT, with a checkpoint of the last step. As a ``SystemExit``
+                it ends the process with status 75; ``config={"resume": "latest"}`` continues the run.
             CoderError: another run writes into the folder; nothing whole can be resumed; the disk is full.
         """
-        failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
             check_shared(self.folder)
             try:
@@ -330,8 +328,9 @@ class Trainer:
         """Train to the end of the epoch, or to a stop. Returns whether the epoch is complete."""
         accum_freq, model = self.config.optim.accum_freq, self.model
         model.train()
-        batches = self.loader.epoch(self.epoch, self.position)
-        at = self.loader.position()
+        with resume.reading("the position in the data"):
+            batches = self.loader.epoch(self.epoch, self.position)
+            at = self.loader.position()
         self.position = None if self.position is None else at
         clock = time.perf_counter()
         groups = self._groups(batches)
@@ -346,7 +345,6 @@ class Trainer:
                 # all ranks measure together: with several, the end is the planned one
                 self._ends_epoch = self._is_last if distributed.world_size() == 1 else self._is_epoch_over(position)
                 logged = self.is_logging_step
-                distributed.count_step()
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
                 self.position = position
@@ -631,22 +629,14 @@ class Trainer:
             "best": self.best,
             "zero_shot": self.zero_shot,
             "changes": self.changes,
+            "samples_per_epoch": self.loader.samples_per_epoch,
             "kept": bool(every and not self.position and self.epoch % every == 0),
             "versions": versions(),
         }
         common, own = resume.collect_state(self)
         directory, name = self.folder / "checkpoints", self._checkpoint_name()
         with writing("a checkpoint", directory / name, self.folder):
-            checkpoint.save(
-                directory,
-                name,
-                manifest=manifest,
-                common=common,
-                own=own,
-                rank=distributed.rank(),
-                world_size=distributed.world_size(),
-                barrier=distributed.barrier,
-            )
+            checkpoint.save(directory, name, manifest=manifest, common=common, own=own)
             on_first_rank(lambda: self._prune(directory, name))
         self.saved = (self.step, self.epoch)
         return directory / name

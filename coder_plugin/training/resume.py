@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shlex
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,13 +21,12 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig, flatten, get_option
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError, did_you_mean
-from coder_plugin.files import remove_leftovers
+from coder_plugin.files import move_into
 from coder_plugin.objective import Objective
 from coder_plugin.training import checkpoint, exports, finite
-from coder_plugin.training.disk import on_first_rank
+from coder_plugin.training.failures import on_first_rank
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
-from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
 
 if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
@@ -42,6 +40,8 @@ FIXED = (
 
 #: Options that say where and how long a run is, not what it computes: their changes are not recorded.
 _OF_RUN = frozenset("logs name resume config report report_to wandb_project_name dry_run device".split())
+#: Entries of an optimizer's state that have their parameter's shape.
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _log = logging.getLogger(__name__)
 
 
@@ -73,13 +73,13 @@ def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
         CoderError: the folder holds a run and ``--resume`` is not given; the checkpoint cannot be read; there are checkpoints,
             and none is whole.
     """
-    chosen: list[Path | None] = []
-    on_first_rank(lambda: chosen.append(_choose(config, folder)))
-    path = distributed.gather_objects(chosen[0] if chosen else None)[0]
+    path = on_first_rank(lambda: _choose(config, folder))
     if path is None:
         return None
-    # rank 0 has just compared the checksums; each other rank compares those of what it reads itself
-    return SavedState(*checkpoint.load(path, rank=distributed.rank(), verify=not chosen), path)
+    rank = distributed.rank()  # rank 0 has just compared the checksums
+    manifest, common = checkpoint.load(path, verify=rank > 0)
+    own = checkpoint.load_rank(path, rank, verify=rank > 0) if rank < manifest["world_size"] else None
+    return SavedState(manifest, common, own, path)
 
 
 def _choose(config: TrainConfig, folder: Path) -> Path | None:
@@ -100,9 +100,8 @@ def _choose(config: TrainConfig, folder: Path) -> Path | None:
         for problem in problems:
             _log.warning("skipped a checkpoint: %s", problem)
         return path
-    path = checkpoint.find(config.run.resume)
-    checkpoint.verify(path)
-    return path
+    checkpoint.verify(Path(config.run.resume))
+    return Path(config.run.resume)
 
 
 def changed_options(config: TrainConfig, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,13 +115,8 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     """Clear away, on rank 0, what the run will write again: later checkpoints and a later ``export/best`` are moved to
     ``set-aside``, later rows of ``metrics.jsonl`` are removed. Then ``export/best`` is that of the checkpoint's record."""
     metrics = trainer.folder / "metrics.jsonl"
-    for name in ("plan.json", "config.json", "metrics.jsonl"):
-        remove_leftovers(trainer.folder / name)
-    checkpoint.tidy(trainer.folder / "checkpoints")
-    if state is None:
-        if metrics.exists():  # of a run that was killed before its first checkpoint
-            old = metrics.with_name("metrics.jsonl.old")
-            os.replace(metrics, old.with_name(f"{old.name}-{time.time_ns()}") if old.exists() else old)
+    if state is None and metrics.exists():  # of a run that was killed before its first checkpoint
+        move_into(trainer.folder, metrics, name="metrics.jsonl.old")
     aside = trainer.folder / "set-aside"
     if place := exports.set_aside_best(trainer.folder, aside, after=trainer.step):
         trainer.log.say(f"moved export/best to {place}, because it is later than step {trainer.step}")
@@ -143,6 +137,21 @@ def advice(folder: Path) -> str:
     options = [f"--resume {shlex.quote(str(each.path))}" for each in found]
     older = f", or {options[1]} if the loss was already rising there" if len(found) > 1 else ""
     return f"go on with {options[0]}{older}"
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Errors of using another's state, such as a missing key, as one line that names ``what``.
+
+    Running out of memory passes unchanged.
+    """
+    try:
+        yield
+    except (CoderError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CoderError(f"{what} does not have the form that this version saves ({detail}): use another checkpoint") from error
 
 
 @reading("the checkpoint")
@@ -167,7 +176,8 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
             f"scenes: repeat all flags of the run, or begin with --config {shlex.quote(str(trainer.folder / 'config.json'))}"
         )
     objects = [term for term in trainer.objective.terms if term.is_passed]
-    _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects))
+    samples = manifest.get("samples_per_epoch"), trainer.loader.samples_per_epoch
+    _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects), samples)
     options = describe_backbone(trainer.model).get("options", {})
     saved_options = (manifest.get("backbone") or {}).get("options", {})
     other = [name for name, value in saved_options.items() if options.get(name) != value]
@@ -188,11 +198,10 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
 def restore_training(trainer: Trainer, state: SavedState) -> None:
     """Load optimizer, schedule, weight average and counters; data position and random states if the rank count is the same."""
     manifest, common = state.manifest, state.common
-    check_optimizer(common["optimizer"], trainer.optimizer)
-    check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
+    _check_optimizer(common["optimizer"], trainer.optimizer)
+    _check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
     if trainer.average is not None:
-        check_like(common.get("average", {}), trainer.average.state_dict(), "average")
-    check_position(None if state.rank is None else state.rank["position"])
+        _check_like(common.get("average", {}), trainer.average.state_dict(), "average")
     rates: list[Any] = list(trainer.schedule.base_lrs)
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
@@ -216,9 +225,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     if same_ranks and state.rank is not None and flatten(manifest["config"])["batch_size"] == trainer.config.optim.batch_size:
         trainer.position = state.rank["position"]
     else:  # what all ranks have left of the epoch is dealt anew
-        positions = [checkpoint.read_part(state.path, f"position-rank{rank}") for rank in range(manifest["world_size"])]
-        for position in positions:
-            check_position(position)
+        positions = [checkpoint.load_rank(state.path, rank)["position"] for rank in range(manifest["world_size"])]
         trainer.position = None if None in positions else positions
     if same_ranks and state.rank is not None:
         set_rng_states(state.rank["rng"])
@@ -288,21 +295,30 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _check_objective(objective: Objective, saved: Objective) -> None:
-    if comparable(saved) == comparable(objective):
+def _check_objective(objective: Objective, saved: Objective, samples: tuple[int | None, int]) -> None:
+    """:class:`CoderError` unless both train the same; ``samples``: of an epoch, in the checkpoint and now."""
+    before, now = comparable(saved), comparable(objective)
+    if before == now:
         return
-    saved_heads, heads = dict(saved.heads), dict(objective.heads)
-    other = [
-        f"{name}: {dict(saved_heads.get(name, ()))} and {dict(heads.get(name, ()))}"
-        for name in sorted(saved_heads.keys() | heads.keys())
-        if saved_heads.get(name) != heads.get(name)
+    heads = {name: dict(options) for name, options in now.heads}
+    changed = [
+        f"{name}.{option}={value}"
+        for name, options in before.heads
+        for option, value in options
+        if heads.get(name, {}).get(option, value) != value
     ]
-    difference = f" with other options of heads ({'; '.join(other)})"
-    raise CoderError(
-        f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}"'
-        f"{difference if str(saved) == str(objective) else ''}: resume with its own loss, or start from its export: "
-        "--pretrained"
-    )
+    if str(saved) != str(objective) or not changed:
+        raise CoderError(
+            f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}": resume with its own loss, or '
+            "start from its export: --pretrained"
+        )
+    reason = "the checkpoint was trained with other options of heads"
+    if samples[0] not in (None, samples[1]):
+        reason = (
+            f"an epoch of the training data had {samples[0]:,} samples and has {samples[1]:,} now, and options of heads follow "
+            "from that number"
+        )
+    raise CoderError(f"{reason}: keep the options with --set {' '.join(changed)}, or start from the export: --pretrained")
 
 
 def _check_fixed_buffers(model: Any, weights: Mapping[str, Tensor]) -> None:
@@ -316,21 +332,57 @@ def _check_fixed_buffers(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def rng_states() -> dict[str, Any]:
-    """The states of torch's, NumPy's and Python's generators."""
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    """The states of Python's, NumPy's and torch's generators, of the accelerator too, as a checkpoint holds them."""
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
+    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    if device := torch.accelerator.current_accelerator(check_available=True):
+        states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
 
 
 def set_rng_states(states: Mapping[str, Any]) -> None:
-    """Restore what :func:`rng_states` returned."""
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
+    """Restore what :func:`rng_states` returned; the accelerator's only where it is of the same kind."""
+    kind, keys, *rest = states["numpy"]
     random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
+
+
+def _check_like(saved: Any, own: Any, path: str) -> None:
+    """:class:`CoderError` unless a saved state has this run's names, types, shapes and dtypes; values may differ."""
+    if isinstance(own, Tensor):
+        if not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
+            shown = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+            raise CoderError(f"the checkpoint's {path} is {shown}, this run's is {own.dtype} {list(own.shape)}")
+    elif isinstance(own, Mapping):
+        if not isinstance(saved, Mapping) or not saved.keys() <= own.keys():
+            more = sorted(map(str, saved.keys() - own.keys()))[:3] if isinstance(saved, Mapping) else type(saved).__name__
+            raise CoderError(f"the checkpoint's {path} is not this run's: {more}")
+        for name, value in saved.items():
+            _check_like(value, own[name], f"{path}.{name}")
+    elif isinstance(own, (list, tuple)):
+        if type(saved) is not type(own) or len(saved) != len(own):
+            raise CoderError(f"the checkpoint's {path} is not a {type(own).__name__} of {len(own)}")
+        for number, (value, each) in enumerate(zip(saved, own, strict=True)):
+            _check_like(value, each, f"{path}[{number}]")
+    elif type(saved) is not type(own) and not {type(saved), type(own)} <= {int, float, type(None)}:
+        raise CoderError(f"the checkpoint's {path} is a {type(saved).__name__}, this run's a {type(own).__name__}")
+
+
+def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """:class:`CoderError` unless an optimizer's state has this run's groups, and numbers, scalars and moments by parameter."""
+    groups = optimizer.state_dict()["param_groups"]
+    if {*saved} != {"state", "param_groups"} or len(saved["param_groups"]) != len(groups):
+        raise CoderError("the checkpoint's optimizer does not fit this run: other groups of parameters")
+    _check_like(saved["param_groups"], groups, "optimizer.param_groups")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved["state"].items():
+        shape = parameters[index].shape
+        for name, value in values.items():
+            fits = isinstance(value, Tensor) and (name not in _SHAPED or value.shape == shape)
+            if not fits and type(value) not in (int, float, bool, type(None)):
+                raise CoderError(f"the checkpoint's optimizer.state[{index}].{name} is not of the shape {list(shape)}")

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT: save at the next step boundary, and leave with a status that schedulers can requeue."""
+"""SIGTERM, SIGHUP, SIGUSR1 and SIGINT: save at the next step boundary, and leave with a status that schedulers can requeue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 #: The exit status of a run that a signal has ended and that can be resumed: EX_TEMPFAIL of sysexits.h, "try again later".
 EXIT_STATUS = 75
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
 class StoppedBySignal(SystemExit):
@@ -38,6 +38,7 @@ class StopSignals:
     """A context in which the first of the signals is noted instead of ending the process.
 
     A second SIGINT (Ctrl-C) interrupts at once; further ones of the others change nothing, because schedulers send several.
+    SIGHUP, which a closed terminal sends, stays ignored where it is, as under ``nohup``.
     Outside of the main thread, where Python allows no handlers, nothing is changed.
 
     Attributes:
@@ -58,7 +59,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup, or a daemon
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in ignored}
             atexit.unregister(_kill_children)
             atexit.register(_kill_children)  # it runs before the function that multiprocessing.util registered when imported
         return self

@@ -57,13 +57,13 @@ def test_a_sound_run(trained: Path) -> None:
 
 def test_a_damaged_checkpoint(copy: Path) -> None:
     (checkpoint,) = (path for path in (copy / "checkpoints").iterdir() if path.name.endswith("6"))
-    with (checkpoint / "optimizer.safetensors").open("r+b") as file:
+    with (checkpoint / "state.pt").open("r+b") as file:
         file.seek(2000)
         file.write(b"damage")
     (copy / "checkpoints" / ".step_00000009.writing").mkdir()
     found = amiss(guarded("run", run.check_checkpoints, copy))
     assert found.keys() == {"run.checkpoints.damaged", "run.checkpoints.unfinished"}
-    assert "optimizer.safetensors is damaged" in found["run.checkpoints.damaged"].text
+    assert "state.pt is damaged" in found["run.checkpoints.damaged"].text
     assert "--resume latest uses the newest whole checkpoint" in found["run.checkpoints.damaged"].do
     for path in (copy / "checkpoints").glob("[!.]*"):
         if path != checkpoint:

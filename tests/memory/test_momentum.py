@@ -6,13 +6,12 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import coder_plugin
 from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import create_loss
-from coder_plugin.training import serialization
+from coder_plugin.training import checkpoint
 from coder_plugin.training.average import WeightAverage
 from tests import gloo
 
@@ -113,9 +112,8 @@ def test_shared_parameters_are_saved_and_loaded(model, tmp_path):
     model.coder.attach(model)
     nudge(model)
     model.coder.post_step()
-    tensors, skeleton = serialization.pack(model.state_dict())
-    save_file(tensors, tmp_path / "state.safetensors")
-    state = serialization.unpack(load_file(tmp_path / "state.safetensors"), skeleton)
+    path = checkpoint.save(tmp_path, "step_1", manifest={"step": 1}, common={"model": model.state_dict()})
+    state = checkpoint.load(path)[1]["model"]
     other = copy.deepcopy(model)
     nudge(other)
     other.load_state_dict(state)

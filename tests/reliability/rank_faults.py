@@ -12,15 +12,15 @@ from pathlib import Path
 from coder_plugin import Callback, CoderError, Trainer, distributed
 from coder_plugin.training import checkpoint
 
-#: Seconds after which a rank that does nothing has stalled.
-STALL = 8.0
+#: Seconds that the process group waits for a rank that does nothing.
+TIMEOUT = 5.0
 
 
 class Fault(Callback):
     """Something goes wrong on rank 1 after the third step."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind, self.folder = kind, folder
+    def __init__(self, kind: str, folder: Path, stall: float) -> None:
+        self.kind, self.folder, self.stall = kind, folder, stall
 
     def on_step_end(self, trainer, metrics) -> None:
         if trainer.step != 3 or distributed.rank() != 1:
@@ -33,7 +33,7 @@ class Fault(Callback):
         if self.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "stalls":
-            time.sleep(600)
+            time.sleep(self.stall)
         if self.kind == "full disk":
             fill_disk()
 
@@ -41,10 +41,10 @@ class Fault(Callback):
 def fill_disk() -> None:
     """From now on this process's checkpoints find no room."""
 
-    def save_file(*_: object) -> None:
+    def write(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    checkpoint.save_file = save_file
+    checkpoint._write = write
 
 
 def options(folder: Path, **more: object) -> dict[str, object]:
@@ -52,16 +52,15 @@ def options(folder: Path, **more: object) -> dict[str, object]:
     return {**base, "val_frequency": 0, "report": False, **more}
 
 
-def train(folder: Path, kind: str, model: str, **more: object) -> None:
-    Trainer(
-        model=model, loss="dcl", train="scenes", config=options(folder, model=model, **more), callbacks=[Fault(kind, folder)]
-    ).run()
+def train(folder: Path, kind: str, model: str, *, stall: float = 600, **more: object) -> None:
+    config, fault = options(folder, model=model, **more), Fault(kind, folder, stall)
+    Trainer(model=model, loss="dcl", train="scenes", config=config, callbacks=[fault]).run()
 
 
 if __name__ == "__main__":
     kind, folder, model = sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["coder-tiny"])[0]
     try:
-        train(folder, kind, model, save_every_steps=2, workers=1, rank_timeout=40.0 if kind == "stalls" else 3600.0)
+        train(folder, kind, model, save_every_steps=2, workers=1, rank_timeout=30.0 if kind == "stalls" else 3600.0)
     except CoderError as error:
         print(f"coder-plugin: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

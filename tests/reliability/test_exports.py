@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import coder_plugin
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.errors import CoderError
+from coder_plugin.files import recover
 from coder_plugin.pretrained.export import (
     HEADS,
     OPTIONS,
@@ -27,6 +28,7 @@ from coder_plugin.pretrained.export import (
 from coder_plugin.pretrained.export_manifest import MANIFEST, seal_again
 from coder_plugin.pretrained.open import export_folder, open_pretrained
 from coder_plugin.training import exports
+from tests import fresh
 from tests.conftest import TINY
 
 LOSS = "dcl + concept_dcl"
@@ -62,6 +64,23 @@ def test_an_export_opens_and_names_its_step(pair: tuple[Path, Path]) -> None:
     assert {WEIGHTS, HEADS, OPTIONS, MANIFEST, "open_clip_config.json"} <= {path.name for path in one.iterdir()}
     assert not torch.equal(vector(one), vector(other))
     assert (exported_step(one), exported_step(other), exported_step(one.parent)) == (0, 1, None)
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from coder_plugin.pretrained.export import export_model
+from tests.reliability.test_exports import model
+export_model(model(Path(sys.argv[1]).parent, 0), Path(sys.argv[1]), step=0)
+"""
+
+
+def test_two_processes_write_the_same_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for number in range(3):  # safetensors orders its metadata by a seed drawn in each process
+        done = fresh.run(["-c", AGAIN, str(tmp_path / str(number))], timeout=120)
+        assert done.returncode == 0, done.stderr
+        files = {path.name: path.read_bytes() for path in (tmp_path / str(number)).iterdir()}
+        assert files == {path.name: path.read_bytes() for path in pair[0].iterdir()}
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, HEADS])
@@ -242,6 +261,7 @@ def _kills(tmp_path: Path, step: int) -> tuple[int, int]:
         points += 1
         found = vector(tmp_path / "run")
         assert sum(torch.equal(found, text) for text in texts.values()) == 1, "half of each"
+        recover(exported)
         assert exports.last_is_behind(tmp_path / "run", 1) == (exported_step(exported / "last") != 1)
         assert not [path for path in exported.iterdir() if path.name.startswith(".")], "leftovers"
         number = exported_step(exported / "last")

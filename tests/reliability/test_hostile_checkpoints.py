@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file, sha256_json
@@ -34,106 +33,100 @@ def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trai
     return trainer, checkpoint.newest(folder / "run" / "checkpoints")
 
 
-def reseal(path: Path) -> None:
-    """Write the manifest's checksums anew."""
-    manifest = json.loads((path / "manifest.json").read_text())
+def reseal(path: Path, **fields: Any) -> None:
+    """Change fields of the manifest and write its checksums anew."""
+    manifest = json.loads((path / "manifest.json").read_text()) | fields
     for name in manifest["files"]:
         manifest["files"][name] = {"sha256": sha256_file(path / name), "bytes": (path / name).stat().st_size}
     content = {field: value for field, value in manifest.items() if field != "manifest_sha256"}
     (path / "manifest.json").write_text(json.dumps({**content, "manifest_sha256": sha256_json(content)}))
 
 
-def edit_json(name: str, **fields: Any) -> Callable[[Path], None]:
+def edit(file: str, *place: Any, to: Any) -> Callable[[Path], None]:
+    """Replace one value of a file, or remove it with ``to=REMOVED``; a function is applied to the value."""
+
     def change(path: Path) -> None:
-        content = json.loads((path / name).read_text())
-        for place, value in fields.items():
-            node = content
-            *parents, last = place.split("__")
-            for parent in parents:
-                node = node[int(parent) if isinstance(node, list) else parent]
-            if value is REMOVED:
-                node.pop(last)
-            else:
-                node[last] = value
-        (path / name).write_text(json.dumps(content))
-
-    return change
-
-
-def edit_tensor(name: str, of: str, to: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        tensors = load_file(path / name)
-        [key] = [each for each in tensors if each.endswith(of)][:1]
-        tensors[key] = to(tensors[key]).contiguous()
-        save_file(tensors, path / name)
+        state = node = torch.load(path / file, weights_only=True)
+        *parents, last = place
+        for parent in parents:
+            node = node[parent]
+        if to is REMOVED:
+            del node[last]
+        else:
+            node[last] = to(node[last]) if callable(to) else to
+        torch.save(state, path / file)
 
     return change
 
 
 REMOVED = object()
+RESULTS = {"rsum": 9, "epoch": 1, "step": 1}
 MANIFEST = {
-    "a step below zero": ({"step": -1}, "step -1"),
-    "an epoch that is a text": ({"epoch": "one"}, "epoch 'one'"),
-    "an epoch that is a list": ({"epoch": [1]}, r"epoch \[1\]"),
-    "no ranks": ({"world_size": 0}, "world_size 0"),
-    "a config that is a list": ({"config": [1]}, "'config' is not an object"),
-    "an objective that is a text": ({"objective": "dcl"}, "'objective' is not an object"),
-    "terms that are a number": ({"objective": {"terms": 7, "heads": {}}}, "a list of terms"),
-    "results that are a list": ({"best": ["x"]}, "'best' is not an object"),
-    "a best sum that is a text": ({"best": {"rsum": "9", "epoch": 1, "step": 1}}, "'best' has rsum='9'"),
-    "a best checkpoint that is a number": ({"best": {"rsum": 9, "epoch": 1, "step": 1, "checkpoint": 3}}, "checkpoint='3'"),
-    "results without their step": ({"last": {"rsum": 9, "epoch": 1}}, "'last' has step="),
-    "a backbone that is a list": ({"backbone": [1]}, "'backbone' is not an object"),
+    "a step below zero": {"step": -1},
+    "an epoch that is a text": {"epoch": "one"},
+    "an epoch that is a list": {"epoch": [1]},
+    "no ranks": {"world_size": 0},
+    "a config that is a list": {"config": [1]},
+    "an objective that is a text": {"objective": "dcl"},
+    "terms that are a number": {"objective": {"terms": 7, "heads": {}}},
+    "results that are a list": {"best": ["x"]},
+    "a best sum that is a text": {"best": {**RESULTS, "rsum": "9"}},
+    "a best checkpoint that is a number": {"best": {**RESULTS, "checkpoint": 3}},
+    "results without their step": {"last": {"rsum": 9, "epoch": 1}},
+    "a backbone that is a list": {"backbone": [1]},
+    "accuracies that are lists": {"zero_shot": {"step": 8, "zeroshot_top1": [1]}},
+    "seconds without end": {"seconds": float("inf")},
 }
 
 
 @pytest.mark.parametrize("case", MANIFEST)
 def test_a_manifest_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, case: str) -> None:
-    fields, text = MANIFEST[case]
     path = tmp_path / "step_1"
     shutil.copytree(run[1], path)
-    edit_json("manifest.json", **fields)(path)
-    reseal(path)
-    with pytest.raises(CoderError, match=f"manifest.json is not the manifest of a coder_plugin checkpoint: .*{text}"):
+    reseal(path, **MANIFEST[case])
+    [name] = MANIFEST[case]
+    with pytest.raises(CoderError, match=f"manifest.json is not the manifest of a coder_plugin checkpoint: its '{name}' is "):
         checkpoint.verify(path)
     problems: list[str] = []
     assert checkpoint.checkpoints(tmp_path, problems=problems) == [] and len(problems) == 1
     assert checkpoint.newest(tmp_path) is None and path.is_dir()
 
 
-POSITION = "position-rank0.json"
+def fields(**changed: Any) -> Callable[[Path], None]:
+    return lambda path: reseal(path, **changed)
+
+
+def state(*place: Any, to: Any) -> Callable[[Path], None]:
+    return edit("state.pt", *place, to=to)
+
+
+def first_row(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:1].clone()
+
+
+PROJ, GROUP, MOMENT = "visual.proj", ("optimizer", "param_groups", 0), ("optimizer", "state", 0, "exp_avg")
+FORM = "does not have the form that this version saves"
 PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no terms": (edit_json("manifest.json", objective={}), "the checkpoint does not have the form .*KeyError"),
-    "a term that is a number": (edit_json("manifest.json", objective={"terms": [3], "heads": {}}), "does not have the form"),
-    "an option of another kind": (edit_json("manifest.json", config={"optim": {"lr": "fast"}}), "cannot resume with other"),
-    "an unknown option": (edit_json("manifest.json", config={"optim": {"x": 1}}), "unknown|has no"),
-    "no model": (lambda path: (path / "model.json").write_text("{}"), "does not mention the tensor"),
-    "a model that is a list": (edit_json("model.json", **{"$": "list"}), "malformed|uses 'list'"),
-    "weights of another shape": (edit_tensor("model.safetensors", "proj", lambda t: t[:1]), "of another model"),
-    "no groups of parameters": (edit_json("optimizer.json", param_groups=REMOVED), "does not mention the tensor"),
-    "a rate that is a text": (edit_json("optimizer.json", param_groups__0__lr="fast"), r"param_groups\[0\].lr is a str"),
-    "a group with another name": (edit_json("optimizer.json", param_groups__0__x=1), r"param_groups\[0\] has \['x'\]"),
-    "a moment of another shape": (
-        edit_tensor("optimizer.safetensors", "exp_avg", lambda tensor: tensor.reshape(-1)[:1]),
-        "exp_avg is not of the shape",
-    ),
-    "a schedule with another attribute": (edit_json("schedule.json", step="x"), r"schedule has \['step'\]"),
-    "a schedule of another type": (edit_json("schedule.json", last_epoch="x"), "schedule.last_epoch is a str"),
-    "an average of another shape": (edit_tensor("average.safetensors", "proj", lambda t: t[:1]), "the checkpoint's average"),
-    "a position that is a text": (lambda path: (path / POSITION).write_text('"x"'), "position in the data has epoch="),
-    "a position below zero": (
-        lambda path: (path / POSITION).write_text(json.dumps(POSITION_OF_ONE | {"batches": -1})),
-        "something else than counts",
-    ),
-    "random states of another kind": (
-        lambda path: (path / "rng-rank0.json").write_text('{"torch": 1, "numpy": 2, "python": 3}'),
-        "does not mention the tensor",
-    ),
-}
-POSITION_OF_ONE = {
-    "epoch": 1, "batches": 1, "consumed": [1], "last": 0, "leftover": 0, "offset": 0, "before": 0, "rank": 0,
-    "bad": {"read": 0, "kinds": {}}, "again": {"read": 0, "kinds": {}},
-    "rest": [], "setting": {"ranks": 1, "workers": 1, "batch size": 4},
+    "no terms": (fields(objective={}), f"{FORM} .KeyError"),
+    "a term that is a number": (fields(objective={"terms": [3], "heads": {}}), FORM),
+    "an option of another kind": (fields(config={"optim": {"lr": "fast"}}), "cannot resume with other"),
+    "an unknown option": (fields(config={"optim": {"x": 1}}), "unknown|has no"),
+    "no model": (state("model", to=REMOVED), f"{FORM} .KeyError: 'model'"),
+    "a model that is a list": (state("model", to=[1]), FORM),
+    "a weight that is a text": (state("model", PROJ, to="x"), FORM),
+    "weights of another shape": (state("model", PROJ, to=first_row), "of another model"),
+    "sparse weights": (state("model", PROJ, to=torch.Tensor.to_sparse), f"{FORM}|of another model"),
+    "no groups of parameters": (state("optimizer", "param_groups", to=REMOVED), "other groups of parameters"),
+    "a rate that is a text": (state(*GROUP, "lr", to="fast"), r"param_groups\[0\].lr is a str"),
+    "a group with another name": (state(*GROUP, "x", to=1), r"param_groups\[0\] is not this run's: \['x'\]"),
+    "a moment of another shape": (state(*MOMENT, to=first_row), "exp_avg is not of the shape"),
+    "a moment that is a list": (state(*MOMENT, to=[1]), "exp_avg is not of the shape"),
+    "a parameter too many": (state("optimizer", "state", 10_000, to={"step": 1}), f"{FORM} .IndexError"),
+    "a schedule with another attribute": (state("schedule", "step", to="x"), r"schedule is not this run's: \['step'\]"),
+    "a schedule of another type": (state("schedule", "last_epoch", to="x"), "schedule.last_epoch is a str"),
+    "an average of another shape": (state("average", PROJ, to=first_row), "the checkpoint's average"),
+    "other random states": (edit("rank0.pt", "rng", to={"torch": 1, "numpy": 2, "python": 3}), FORM),
+    "no random states": (edit("rank0.pt", "rng", to=REMOVED), f"{FORM} .KeyError: 'rng'"),
 }
 
 
@@ -164,9 +157,7 @@ def test_an_unchanged_one_is_restored(run: tuple[Trainer, Path]) -> None:
 
 
 def test_memory_errors_pass() -> None:
-    from coder_plugin.training.saved_state import reading
-
-    with pytest.raises(torch.OutOfMemoryError), reading("x"):
+    with pytest.raises(torch.OutOfMemoryError), resume.reading("x"):
         raise torch.OutOfMemoryError("no memory")
-    with pytest.raises(CoderError, match="x does not have the form that this version saves .KeyError: 'a'"), reading("x"):
+    with pytest.raises(CoderError, match=f"x {FORM} .KeyError: 'a'"), resume.reading("x"):
         {}["a"]

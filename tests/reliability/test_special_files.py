@@ -90,13 +90,14 @@ def test_in_what_is_shared(tmp_path: Path) -> None:
     assert read_wise_ft(tmp_path) == {}
 
 
-def test_a_description_swapped_after_it_was_checked(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, "good", manifest={"step": 1}, common={"model": {"a": torch.zeros(1)}})
-    file = tmp_path / "good" / "model.json"
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(CoderError, match=r"model.json cannot be read: it is not a regular file"):
-        checkpoint._read(tmp_path / "good", "model")
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt", "rank0.pt"])
+def test_in_a_checkpoint(make: Make, name: str, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, "good", manifest={"step": 1}, common={"model": {"a": torch.zeros(1)}})
+    (path / name).unlink()
+    make(path / name)
+    with pytest.raises(CoderError, match=f"{name} is missing"):
+        checkpoint.load(path), checkpoint.load_rank(path, 0)
 
 
 def test_regular_files_and_links_to_them_open(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from coder_plugin.concepts import scenes_vocabulary
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
 from coder_plugin.training.loop import Trainer
+from tests import saved
 
 MODEL = {
     "embed_dim": 8,
@@ -121,32 +121,18 @@ def in_child(work: Callable[[], object], *, quiet: bool = True) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint."""
-    found = {}
-    for file in sorted((folder / "checkpoints" / name).glob("*.safetensors")):
-        found |= {f"{file.stem}/{key}": value for key, value in load_file(file).items()}
-    return found
+def state(folder: Path, name: str) -> dict[str, Any]:
+    """What a checkpoint holds of model, optimizer, schedule, random states and positions."""
+    return saved.content(folder / "checkpoints" / name)
 
 
 def last_checkpoint(folder: Path) -> str:
     return max(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def exports(folder: Path) -> dict[str, Any]:
-    """The tensors and texts of a run's exports, by file."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.glob("export/**/*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
-            found |= {f"{name}/{key}": value for key, value in load_file(path).items()}
-        elif path.name == "coder_export.json":  # its checksums: safetensors writes metadata in no fixed order
-            content = json.loads(path.read_text())
-            found[name] = {key: value for key, value in content.items() if key not in ("sha256", "files")}
-            found[f"{name}/files"] = sorted(content["files"])
-        elif path.is_file():
-            found[name] = path.read_bytes()
-    return found
+def exports(folder: Path) -> dict[str, bytes]:
+    """The files of a run's exports."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("export/**/*")) if path.is_file()}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -367,11 +367,11 @@ def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path:
     shutil.copytree(made["folder"], folder)
     (folder / "metrics.jsonl").unlink()
     [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step_00000012"]
-    (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    (checkpoint / "state.pt").write_bytes(b"damaged")
     shutil.rmtree(folder / "export" / "best")
     assert main(["report", str(folder), "--export", "best", "--output", str(tmp_path / "x.html")]) == 0
     text = (tmp_path / "x.html").read_text(encoding="utf-8")
-    assert "it has --export last" in section(text, "examples") and "cannot be read" in section(text, "state")
+    assert "it has --export last" in section(text, "examples") and "state.pt is refused" in section(text, "state")
     assert "no metrics.jsonl with records" in section(text, "curves")
     assert "best: epoch" in section(text, "recall")  # of the manifest
     assert (

@@ -175,7 +175,7 @@ def test_ages_are_those_of_a_real_bank(steps: int) -> None:
 
 
 def test_state_is_the_checkpoints(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    from coder_plugin.training import checkpoint
 
     torch.manual_seed(0)
     bank, centres = CoupledBank(32, 4), OnlineKMeans(8, 4)
@@ -188,8 +188,8 @@ def test_state_is_the_checkpoints(tmp_path: Path) -> None:
     state |= {f"coder.heads.prototypes.centres.{name}": value for name, value in centres.state_dict().items()}
     state |= {f"coder.heads.prototypes.{name}": value for name, value in passed.items()}
     state |= {"visual.weight": torch.zeros(3)}
-    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
-    found = read_state(tmp_path, pairs_per_step=6)
+    path = checkpoint.save(tmp_path, "step_3", manifest={"step": 3}, common={"model": state})
+    found = read_state(path, pairs_per_step=6)
     one, other = sorted(found, key=lambda each: each.head)
     assert isinstance(one, Bank) and isinstance(other, Centres)
     assert (one.head, one.size, one.filled, one.images) == ("momentum", 32, 18, 10)
@@ -198,9 +198,9 @@ def test_state_is_the_checkpoints(tmp_path: Path) -> None:
     assert (other.head, other.clusters, other.ready, other.passed) == ("prototypes", 8, True, 18)
     assert other.sizes == centres.counts.double().tolist()
     assert other.norms == pytest.approx([1.0] * 8, abs=1e-6) and (other.changed, other.restarted) == (0.25, 3)
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CoderError, match="cannot be read"):
-        read_state(tmp_path, pairs_per_step=6)
+    (path / "state.pt").write_bytes(b"damaged")
+    with pytest.raises(CoderError, match="state.pt is refused"):
+        read_state(path, pairs_per_step=6)
 
 
 def made_encoded(images: Tensor, texts: Tensor, owner: list[int]) -> Encoded:

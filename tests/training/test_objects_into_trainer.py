@@ -251,7 +251,7 @@ class Recorder(Callback):
         self.calls.append(("evaluation", results["epoch"]))
 
     def on_save(self, trainer, folder):
-        assert (folder / "model.safetensors").is_file() and (trainer.folder / "export" / "last").is_dir()
+        assert (folder / "state.pt").is_file() and (trainer.folder / "export" / "last").is_dir()
         self.calls.append(("save", folder.name))
 
     def on_train_end(self, trainer, results):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from coder_plugin.cli import main
 from coder_plugin.data.from_config import make_source
@@ -25,6 +24,7 @@ from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
+from tests import saved
 from tests.backbones import tiny_bert
 from tests.data.regions import layouts
 from tests.training import region_data
@@ -80,7 +80,7 @@ def losses(folder: Path, name: str = "run") -> list[float]:
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     newest = sorted((folder / name / "checkpoints").iterdir())[-1]
-    return {**load_file(newest / "model.safetensors"), **load_file(newest / "optimizer.safetensors")}
+    return saved.weights(newest)
 
 
 def result(tmp_path: Path, *arguments: str) -> Any:

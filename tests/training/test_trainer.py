@@ -15,6 +15,7 @@ from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
+from tests import saved
 from tests.data.test_remote_shards import write_shards
 
 
@@ -45,7 +46,7 @@ def config(folder: Path, name: str = "run", **options) -> dict[str, Any]:
 
 def weights(folder: Path, name: str = "run") -> dict[str, torch.Tensor]:
     newest = sorted((folder / name / "checkpoints").iterdir())[-1]
-    return {**load_file(newest / "model.safetensors"), **load_file(newest / "optimizer.safetensors")}
+    return saved.weights(newest)
 
 
 def losses(folder: Path, name: str = "run") -> dict[int, float]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from coder_plugin.training import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,7 @@ def train(folder: Path, name: str, model: str, launcher, *, machines: int) -> di
         for process, log in launchers:
             process.kill()
             log.close()
-    return load_file(sorted((folder / name / "checkpoints").iterdir())[-1] / "model.safetensors")
+    return checkpoint.load(sorted((folder / name / "checkpoints").iterdir())[-1])[1]["model"]
 
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate, srun])

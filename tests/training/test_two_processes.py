@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from coder_plugin.cli import main
 from coder_plugin.data.scenes import open_scenes
+from coder_plugin.training import checkpoint
 from tests import fresh
 from tests.reliability import ranks
 
@@ -70,7 +70,7 @@ def records(folder: Path, name: str) -> list[dict]:
 
 def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
     newest = sorted((folder / name / "checkpoints").iterdir())[-1]
-    return load_file(newest / "model.safetensors")
+    return checkpoint.load(newest)[1]["model"]
 
 
 #: Without pgc: ids of its centres follow the order of a batch's pairs, which two ranks gather in another one. Without

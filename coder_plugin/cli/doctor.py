@@ -26,18 +26,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="check installation, machine, data, objective or a trained run, and say what to do",
-        description="Check the installation and the machine; with data, a model or an objective named as for train, these too; "
-        "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
+        help="check installation, data, objective or a trained run, and say what to do",
+        description="Check the installation; with data, a model or an objective named as for train, these too; with a folder, "
+        "the run or export in it. Nothing is downloaded or written. Status 1 where there is a problem.",
     )
     parser.add_argument(
-        "folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached"
+        "folder", nargs="*", help="folder of a run or an export; or hf-hub:OWNER/NAME, if it is cached"
     )
-    parser.add_argument("--vectors", metavar="FILE", help="word vectors, to compare with the captions' words")
     parser.add_argument(
         "--samples", type=int, default=256, metavar="N", help="images to decode of a split with more than 10,000 [256]"
     )
-    parser.add_argument("--all", action="store_true", help="decode every image and read every shard")
+    parser.add_argument("--all", action="store_true", help="decode every image and read all data")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 for a warning, too")
     parser.add_argument("--json", metavar="FILE", help="write the findings to FILE ('-': standard output)")
     add_flags(parser, only=flags())
@@ -54,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.folder,
         samples=arguments.samples,
         check_all=arguments.all,
-        vectors=arguments.vectors,
         check_objective=arguments.config is not None,
     )
     text = json.dumps([asdict(each) for each in findings], indent=2)

@@ -142,10 +142,6 @@ def share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,}" + (f" ({100 * part / whole:.2g} %)" if 0 < part < whole else "")
 
 
-def bytes_text(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
-
-
 def format_findings(findings: Sequence[Finding]) -> str:
     """Findings grouped by part, in their order, and the number of each level."""
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""A training run, an export or an index on disk: is it complete, and do its logged metrics look healthy?"""
+"""A training run or an export on disk: is it complete, and do its logged metrics look healthy?"""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
-from coder_plugin.files import read_json
-from coder_plugin.index.manifest import BUILDING, FORMAT, MANIFEST
 from coder_plugin.training.run_folder import Record, RunFolder, describe
 
 #: Variance of a bank's keys below which they have collapsed to nearly one point.
@@ -23,46 +21,19 @@ _WORSE = 0.9  # of the best R@sum, and of the zero-shot accuracy before training
 Records = Sequence[Record]
 
 
-def checks_for(folder: Path) -> list[tuple[str, Callable[[Path], Iterator[Finding]]]]:
-    """The checks for a folder, with the part that they report under.
+def checks_for(folder: Path) -> list[Callable[[Path], Iterator[Finding]]]:
+    """The checks for a folder.
 
     Raises:
-        CoderError: the folder is not a run's, an export's or an index's.
+        CoderError: the folder is neither a run's nor an export's.
     """
     from coder_plugin.pretrained.export import export_files
 
-    if is_index(folder):
-        return [("index", check_index)]
     if export_files(folder)[0] is not None:
-        return [("run", check_exports)]
+        return [check_exports]
     if any((folder / name).exists() for name in ("config.json", "plan.json", "checkpoints", "metrics.jsonl")):
-        return [("run", check) for check in (check_checkpoints, check_exports, check_log)]
-    raise CoderError(f"{folder} is neither a run's folder, an export's, nor an index")
-
-
-def is_index(folder: Path) -> bool:
-    """Whether ``coder-plugin index`` has written the folder, or begun to."""
-    try:
-        for name in (MANIFEST, BUILDING):
-            if (folder / name).is_file():
-                manifest = read_json(folder / name)
-                return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    except CoderError:
-        pass
-    return False
-
-
-def check_index(folder: Path) -> Iterator[Finding]:
-    """Whether the files match the manifest's checksums, and FAISS reads them."""
-    from coder_plugin.index.search import Index
-
-    try:
-        index = Index(folder, gpu=False, verify=True)
-    except CoderError as error:
-        do = "run coder-plugin index again with the same flags: it continues, or starts over"
-        yield problem("index", one_line(error), do)
-    else:
-        yield ok("index", f"{folder}: an index of {' and '.join(index.vectors)}; all checksums match")
+        return [check_checkpoints, check_exports, check_log]
+    raise CoderError(f"{folder} is neither a run's folder nor an export's")
 
 
 def check_checkpoints(folder: Path) -> Iterator[Finding]:

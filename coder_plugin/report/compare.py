@@ -1,72 +1,40 @@
-"""Several runs on one page: recall, curves over each other, what differs in their options, time per epoch.
+"""Several runs on one page: one table of recall, length, time, and the options that differ, and curves over each other.
 
-Only the runs' own files are read, no model and no data. Runs may differ in length, have no validation, or lack files: what is
-missing is named, and the rest is shown.
+Only the runs' own files are read, no model and no data. What a run lacks is named, and the rest is shown.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coder_plugin import __version__
 from coder_plugin.errors import CoderError
-from coder_plugin.html import Html, render
-from coder_plugin.report import recall_table
-from coder_plugin.report.charts import Series, format_number, line_colour, line_dash, lines
-from coder_plugin.report.curves import METRICS, Figure, active_curve
-from coder_plugin.report.description import STORAGE
-from coder_plugin.report.page import Content, format_seconds, make_content, write_page
-from coder_plugin.training.run_folder import Record, RunFolder, metric_names
-
-#: Metrics of evaluations with their titles, in the order of the charts.
-_EVALUATIONS = {
-    "rsum": "R@sum",
-    **{f"t2i_r{k}": f"Text to image R@{k}, %" for k in (1, 5, 10)},
-    **{f"i2t_r{k}": f"Image to text R@{k}, %" for k in (1, 5, 10)},
-}
-#: Entries of ``plan.json`` that are compared besides the options, with their names.
-_PLANNED = {
-    "training data": "training data",
-    "validation data": "validation data",
-    "parameters": "parameters",
-    "trainable": "trained parameters",
-    "ranks": "processes",
-    "machine": "machine",
-    "precision": "precision, as run",
-}
+from coder_plugin.report.charts import Figure, Series, lines
+from coder_plugin.report.curves import METRICS, active_curve
+from coder_plugin.report.facts import STORAGE, describe, text_of
+from coder_plugin.report.page import (
+    RECALL,
+    RECALL_NOTE,
+    Block,
+    Cell,
+    Section,
+    attempt,
+    figures,
+    note,
+    table,
+    write_page,
+)
+from coder_plugin.training.run_folder import RunFolder, metric_names
 
 
 class Run(NamedTuple):
-    """A run of the page: its number, from 1, its name, which no other has, and what its folder holds."""
+    """A run of the page: its number from 1 and a name that no other has, and what its folder holds."""
 
     number: int
     name: str
     folder: RunFolder
-
-    @property
-    def label(self) -> str:
-        return str(self.number)
-
-    @property
-    def objective(self) -> str:
-        return str((self.folder.plan or {}).get("objective") or (self.folder.config or {}).get("loss") or "")
-
-    @property
-    def swatch(self) -> Html:
-        """A piece of the run's line."""
-        stroke = f'style="stroke:{line_colour(self.number - 1)}" stroke-width="3"{line_dash(self.number - 1)}'
-        return Html(f'<svg class="swatch" viewBox="0 0 28 8" aria-hidden="true"><path d="M0,4H28" {stroke}/></svg>')
-
-
-class Difference(NamedTuple):
-    """A row of what differs: the option, and each run's value as text."""
-
-    name: str
-    values: list[str]
 
 
 def compare_runs(folders: Sequence[str | Path], *, output: str | Path | None = None, export: str | None = None) -> Path:
@@ -94,12 +62,15 @@ def compare_runs(folders: Sequence[str | Path], *, output: str | Path | None = N
     twice = next((str(folder) for folder, place in zip(folders, places, strict=True) if places.count(place) > 1), None)
     if twice is not None:
         raise CoderError(f"{twice} is named twice: a comparison needs different runs")
-    runs = [
-        Run(number, name, RunFolder.read(folder))
-        for number, (name, folder) in enumerate(zip(_names(places), folders, strict=True), 1)
-    ]
+    read = map(RunFolder.read, folders)
+    runs = [Run(number, name, folder) for number, (name, folder) in enumerate(zip(_names(places), read, strict=True), 1)]
     path = Path(output) if output is not None else Path(places[0]).parent / "comparison.html"
-    return write_page(path, render("compare.html", **_values(runs, export or "best")))
+    problems = [f"{problem} (run {run.number})" for run in runs for problem in run.folder.problems]
+    shown = [
+        Section("runs", "Results, and what differs", attempt(_table, runs, export or "best")),
+        Section("curves", "Curves", attempt(_curves, runs)),
+    ]
+    return write_page(path, f"{len(runs)} training runs compared", shown, problems=problems)
 
 
 def _names(places: Sequence[str]) -> list[str]:
@@ -112,165 +83,97 @@ def _names(places: Sequence[str]) -> list[str]:
     return list(places)
 
 
-def _values(runs: list[Run], export: str) -> dict[str, Any]:
-    """The variables of the template."""
-    every = Content(runs)
-    return {
-        "runs": runs,
-        "version": __version__,
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "export": export,
-        "columns": recall_table.COLUMNS,
-        "recalls": make_content(every, recall_rows, export),
-        "warnings": make_content(every, different_data, export),
-        "lengths": make_content(every, lengths),
-        "recall_curves": make_content(every, recall_curves),
-        "training_curves": make_content(every, training_curves),
-        "options": make_content(every, different_options),
-        "plans": make_content(every, different_plans),
-        "same_objective": len({run.objective for run in runs}) == 1,
-    }
-
-
-def recall_rows(runs: Sequence[Run], export: str) -> list[tuple[str, list[recall_table.Cell]]]:
-    """Each run's row of the table of recall."""
+def _table(runs: Sequence[Run], export: str) -> list[Block]:
+    """A column of each run."""
     results = [run.folder.results(export) for run in runs]
-    table = recall_table.compared_cells(results)
-    return [(_row_name(run, figures), cells) for run, figures, cells in zip(runs, results, table, strict=True)]
-
-
-def _row_name(run: Run, figures: Record) -> str:
-    if not figures:
-        return f"{run.number} {run.name} (no validation)"
-    notes = [f"epoch {figures['epoch']:g}"] * ("epoch" in figures)
-    notes += [f"re-ranked {figures.get('rerank', '')}".strip()] * ("shortlist" in figures)
-    return f"{run.number} {run.name}" + (f" ({', '.join(notes)})" if notes else "")
-
-
-def different_data(runs: Sequence[Run], export: str) -> list[str]:
-    """Why the runs' recall may not be comparable."""
-    sets: dict[tuple[Any, Any, Any], list[str]] = {}
-    for run in runs:
-        if figures := run.folder.results(export):
-            data = (run.folder.plan or {}).get("validation data") or {}
-            sizes = figures.get("images"), figures.get("texts")
-            sets.setdefault((data.get("name"), *sizes), []).append(run.label)
-    if len(sets) < 2:
-        return []
-    parts = [
-        f"{name or 'unknown data'} ({_count(images)} images, {_count(texts)} captions): {', '.join(labels)}"
-        for (name, images, texts), labels in sets.items()
+    rows: list[tuple[str, Sequence[Any]]] = [
+        ("epoch", [text_of(each.get("epoch")) if each else "no validation" for each in results]),
+        ("re-ranked", [text_of(each.get("rerank")) if each.get("shortlist") else "–" for each in results]),
+        *(
+            (name, compared_cells([each.get(key) for each in results], less=key.endswith("medr")))
+            for key, name in RECALL.items()
+        ),
     ]
-    return [f"The runs were validated on different data, so their recall cannot be compared. {'; '.join(parts)}."]
+    facts = [describe(run.folder) for run in runs]
+    configs = [run.folder.config for run in runs]
+    rows += _rows([each or None for each in facts], always=("epochs done", "steps done", "time per epoch"))
+    rows += _rows([None if each is None else {key: text_of(value) for key, value in each.items()} for each in configs])
+    text = (
+        f"Of each run's {export} evaluation. {RECALL_NOTE} ★ marks the best; the second number is the difference to the first "
+        "run. Below: the data, versions and options that differ."
+    )
+    blocks = [note(text), table(["", *(f"{run.number} {run.name}" for run in runs)], rows)]
+    if len({_data(run, each) for run, each in zip(runs, results, strict=True) if each}) > 1:
+        blocks.insert(0, {"warning": "The runs were validated on different data, so their recall cannot be compared."})
+    return blocks
 
 
-def _count(number: Any) -> str:
-    return "?" if number is None else f"{number:,.0f}"
+def compared_cells(values: Sequence[float | None], *, less: bool = False) -> list[Cell]:
+    """A figure of each run with its difference to the first, the best marked.
+
+    Numbers are compared as they are shown. Where all are equal, or there is but one, none is the best.
+
+    Example:
+        >>> first, second = compared_cells([250.0, 251.5])
+        >>> first, second
+        (Cell(text='250.0', difference='', best=False), Cell(text='251.5', difference='+1.5', best=True))
+    """
+    shown = [None if value is None else round(float(value), 1) for value in values]
+    known = [value for value in shown if value is not None]
+    best = (min if less else max)(known) if len(set(known)) > 1 else None
+    cells = []
+    for number, value in enumerate(shown):
+        if value is None:
+            cells.append(Cell())
+            continue
+        first = shown[0] if number else None
+        difference = "" if first is None else f"{value - first:+,.1f}".replace("+0.0", "±0").replace("-0.0", "±0")
+        cells.append(Cell(f"{value:,.1f}", difference, value == best))
+    return cells
 
 
-def lengths(runs: Sequence[Run]) -> list[tuple[Run, list[str]]]:
-    """Of each run: objective, epochs and steps done, pairs per step, time per epoch."""
+def _data(run: Run, results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The data of a run's validation."""
+    data = (run.folder.plan or {}).get("validation data") or {}
+    return tuple(map(str, (data.get("name"), results.get("images"), results.get("texts"))))
+
+
+def _rows(facts: Sequence[Mapping[str, str] | None], *, always: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
+    """What the runs do not all have the same, and ``always``. A run of which nothing is known does not count."""
+    names = dict.fromkeys(name for each in facts for name in each or {} if name not in STORAGE)
     rows = []
-    for run in runs:
-        folder, plan, manifest = run.folder, run.folder.plan or {}, run.folder.manifest or {}
-        done, planned = manifest.get("epoch"), plan.get("epochs") or (folder.config or {}).get("epochs")
-        seconds, pairs = folder.seconds_per_epoch, folder.pairs_per_step
-        rows.append(
-            (
-                run,
-                [
-                    run.objective or "–",
-                    " of ".join(f"{each:g}" for each in (done, planned) if each is not None) if done is not None else "–",
-                    f"{manifest['step']:,}" if manifest else "–",
-                    "–" if pairs is None else f"{pairs:,}",
-                    "–" if seconds is None else format_seconds(seconds),
-                ],
-            )
-        )
+    for name in names:
+        values = [None if each is None else each.get(name, "–") for each in facts]
+        if name in always or len({value for value in values if value is not None}) > 1:
+            rows.append((name, ["not known" if value is None else value for value in values]))
     return rows
 
 
-# -- curves -----------------------------------------------------------------------------------------------------------
-
-
-def recall_curves(runs: Sequence[Run]) -> list[Figure]:
-    """Recall of all evaluations against the step."""
-    return _overlaid(runs, lambda run: run.folder.evaluations, _EVALUATIONS, high=True)
-
-
-def training_curves(runs: Sequence[Run]) -> list[Figure]:
-    """The losses and what else is logged of the steps, without shares and figures of the heads."""
+def _curves(runs: Sequence[Run]) -> list[Block]:
+    """R@sum of all evaluations, the losses and what else is logged of the steps, without figures of the heads."""
+    made = _overlaid(runs, ["rsum"], evaluations=True)
     keys = dict.fromkeys(
         key for run in runs for key in metric_names(run.folder.steps) if not key.startswith(("coder/", "share/", "epoch/"))
     )
-    return _overlaid(runs, lambda run: run.folder.steps, {key: METRICS.get(key, key) for key in keys})
+    made += _overlaid(runs, list(keys))
+    if not made:
+        raise CoderError("no run has a metrics.jsonl with records")
+    blocks = [note("The numbers are those of the runs above.")]
+    objectives = {str((run.folder.plan or {}).get("objective") or "") for run in runs} - {""}
+    if len(objectives) > 1:
+        blocks.append(note("The objectives differ: their losses are not comparable, recall is."))
+    return [*blocks, *figures(made)]
 
 
-def _overlaid(
-    runs: Sequence[Run], records: Callable[[Run], Sequence[Record]], titles: dict[str, str], *, high: bool = False
-) -> list[Figure]:
-    """A chart for each metric that a run has, with a line for each such run in the run's own colour."""
-    figures = []
-    for key, title in titles.items():
-        series, notes = [], []
+def _overlaid(runs: Sequence[Run], keys: Sequence[str], *, evaluations: bool = False) -> list[Figure]:
+    """A chart of each key with a line of each run; a run has the same colour in all of them."""
+    made = []
+    for key in keys:
+        series = []
         for run in runs:
-            steps, values, off = active_curve(records(run), key)
+            steps, values, _ = active_curve(run.folder.evaluations if evaluations else run.folder.steps, key)
             if values:
-                series.append(Series(run.name, steps, values, run.number - 1, run.label))
-                extreme = f", highest {format_number(max(values))}" if high and max(values) != values[-1] else ""
-                notes.append(f"{run.label}: last {format_number(values[-1])}{extreme}")
-            elif off:
-                notes.append(f"{run.label}: off, in its warm-up")
+                series.append(Series(str(run.number), steps, values, colour=run.number - 1))
         if series:
-            note = "; ".join(notes)
-            figures.append(Figure(title, lines(series, label=f"{title} against steps: {note}"), note))
-    return figures
-
-
-# -- differences ------------------------------------------------------------------------------------------------------
-
-
-def different_options(runs: Sequence[Run]) -> list[Difference]:
-    """The options that not all runs have the same. A run whose options are not known does not count."""
-    configs = [run.folder.config for run in runs]
-    names = dict.fromkeys(name for config in configs for name in config or {} if name not in STORAGE)
-    return _differences([None if config is None else {name: config.get(name) for name in names} for config in configs])
-
-
-def different_plans(runs: Sequence[Run]) -> list[Difference]:
-    """What differs in the runs' data, models, machines and versions."""
-    facts: list[dict[str, Any] | None] = []
-    for run in runs:
-        plan = run.folder.plan
-        if plan is None:
-            facts.append(None)
-            continue
-        known = {name: plan.get(key) for key, name in _PLANNED.items()}
-        for key in ("training data", "validation data"):
-            data = plan.get(key) or {}
-            known[key] = ", ".join(filter(None, [str(data.get("name") or ""), _images(data.get("images"))])) or None
-        known |= {f"{name}, version": version for name, version in (plan.get("versions") or {}).items()}
-        facts.append(known)
-    return _differences(facts)
-
-
-def _images(number: Any) -> str:
-    return f"{number:,} images" if number else ""
-
-
-def _differences(facts: Sequence[dict[str, Any] | None]) -> list[Difference]:
-    names = dict.fromkeys(name for each in facts for name in each or {})
-    rows = []
-    for name in names:
-        values = [None if each is None else _text(each.get(name)) for each in facts]
-        if len({value for value in values if value is not None}) > 1:
-            rows.append(Difference(name, ["not known" if value is None else value for value in values]))
-    return rows
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value)) or "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "–" if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
+            made.append(Figure("R@sum" if evaluations else METRICS.get(key, key), lines(series)))
+    return made

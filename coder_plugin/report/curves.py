@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from coder_plugin.html import Html
-from coder_plugin.report.charts import Series, format_number, lines
+from coder_plugin.report.charts import Figure, Series, format_number, lines
 from coder_plugin.training.run_folder import Record, RunFolder, curve, metric_names
 
 #: What the heads' metrics mean (see their ``health``).
@@ -35,57 +33,35 @@ METRICS = {
     "image_rank": "effective rank (images)",
     "text_rank": "effective rank (texts)",
 }
-_ACCURACIES = {"top-1": "top1", "top-5": "top5", "mean per class": "mean_per_class", "top-1 by vectors": "vectors_top1"}
-_DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}
-
-
-class Figure(NamedTuple):
-    """A chart, which may be empty, with its name and a sentence below."""
-
-    name: str
-    chart: Html
-    note: str
 
 
 def objective(run: RunFolder) -> list[Figure]:
-    """The loss, each term, the terms' shares of the gradient, its norm, the learning rate, and all other logged metrics."""
-    keys = [key for key in metric_names(run.steps) if not key.startswith("coder/")]
-    shares = [key for key in keys if key.startswith("share/")]
-    figures = [_one(run.steps, key, METRICS.get(key, key)) for key in keys if key not in shares]
-    if len(shares) > 1:
-        series = [Series(key.removeprefix("share/").removesuffix("_loss"), *curve(run.steps, key)) for key in shares]
-        last = ", ".join(f"{each.name} {each.y[-1]:.2f}" for each in series)
-        chart = lines(series, label=f"Shares of the terms against steps; last: {last}", zero=True)
-        place = next((number for number, each in enumerate(figures) if each.name == "gradient norm"), len(figures))
-        figures.insert(place, Figure("shares of the gradient", chart, f"last: {last}"))
-    return figures
+    """The loss, each term, the gradient norm, the learning rate, what else is logged, and the terms' shares of the gradient."""
+    keys = [key for key in metric_names(run.steps) if not key.startswith(("coder/", "share/"))]
+    shares = {key.removeprefix("share/").removesuffix("_loss"): key for key in metric_names(run.steps) if "share/" in key}
+    return [
+        *(_one(run.steps, key, METRICS.get(key, key)) for key in keys),
+        *_several(run.steps, "shares of the gradient", shares if len(shares) > 1 else {}),
+    ]
 
 
 def recalls(run: RunFolder) -> list[Figure]:
-    """R@sum, R@1, 5, 10 of both directions and median ranks, those of the shortlists too if a fusion score re-ranks; zero-shot
-    accuracy, if it was measured."""
-    keys = metric_names(run.evaluations)
+    """Recall of both directions, before re-ranking too, median ranks, and zero-shot accuracy: what was measured of these."""
+    directions = {"i2t": "Image to text", "t2i": "Text to image"}
     figures = []
     for prefix, suffix in (("", ""), ("shortlist/", ", shortlist")):
-        if f"{prefix}rsum" in keys:
-            figures.append(_one(run.evaluations, f"{prefix}rsum", f"R@sum{suffix}", high=True))
-        for way, title in _DIRECTIONS.items():
-            logged = {f"R@{k}": f"{prefix}{way}_r{k}" for k in (1, 5, 10) if f"{prefix}{way}_r{k}" in keys}
-            if logged:
-                series = [Series(name, *curve(run.evaluations, key)) for name, key in logged.items()]
-                figures.append(_several(series, f"{title}, %{suffix}"))
-    medians = [
-        Series(title.lower(), *curve(run.evaluations, f"{way}_medr"))
-        for way, title in _DIRECTIONS.items()
-        if f"{way}_medr" in keys
-    ]
-    if medians:
-        figures.append(_several(medians, "Median rank"))
-    accuracies = {name: f"zeroshot_{key}" for name, key in _ACCURACIES.items() if f"zeroshot_{key}" in keys}
-    if accuracies:
-        series = [Series(name, *curve(run.evaluations, key)) for name, key in accuracies.items()]
-        figures.append(_several(series, "Zero-shot accuracy, %"))
-    return figures
+        figures += [
+            _one(run.evaluations, key, f"R@sum{suffix}", high=True)
+            for key in metric_names(run.evaluations)
+            if key == f"{prefix}rsum"
+        ]
+        for way, title in directions.items():
+            figures += _several(run.evaluations, f"{title}, %{suffix}", {f"R@{k}": f"{prefix}{way}_r{k}" for k in (1, 5, 10)})
+    medians = {title.lower(): f"{way}_medr" for way, title in directions.items()}
+    accuracies = {"top-1": "top1", "top-5": "top5", "mean per class": "mean_per_class", "top-1 by vectors": "vectors_top1"}
+    accuracies = {name: f"zeroshot_{key}" for name, key in accuracies.items()}
+    figures += _several(run.evaluations, "Median rank", medians)
+    return figures + _several(run.evaluations, "Zero-shot accuracy, %", accuracies)
 
 
 def health(run: RunFolder) -> list[Figure]:
@@ -95,14 +71,12 @@ def health(run: RunFolder) -> list[Figure]:
         if key.startswith("coder/"):
             name = key.removeprefix("coder/")
             figure = _one(run.steps, key, name.replace("/", ": ").replace("_", " "), zero=True)
-            meaning = _HEALTH.get(name)
-            figures.append(figure._replace(note=f"{meaning}; {figure.note}") if meaning else figure)
+            figures.append(figure._replace(note=f"{_HEALTH[name]}; {figure.note}") if name in _HEALTH else figure)
     return figures
 
 
 def active_curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float], int]:
-    """Steps and values of a metric, and the number of values before them that are left out: those of a loss's warm-up, in which
-    a term is off.
+    """Steps and values of a metric, and how many values of a loss's warm-up were left out before them.
 
     A term that waits for a bank to fill or for a first clustering gives a loss of exactly 0, without a gradient.
 
@@ -120,15 +94,20 @@ def _one(records: Sequence[Record], key: str, name: str, *, high: bool = False, 
     """One line; below it the last value, and the lowest or, if ``high``, the highest. A term in its warm-up is "off"."""
     steps, values, off = active_curve(records, key)
     if not values:
-        return Figure(name, Html(""), f"off in all {off} rows of the log: the term is in its warm-up, and gives no gradient")
+        return Figure(name, note=f"off in all {off} rows of the log: the term is in its warm-up, and gives no gradient")
     best = max(values) if high else min(values)
     extreme = f"{'highest' if high else 'lowest'} {format_number(best)} at step {steps[values.index(best)]:,}"
     note = f"last {format_number(values[-1])} at step {steps[-1]:,}; {extreme}"
     if off:
         note = f"off before step {steps[0]:,}, in its warm-up; {note}"
-    return Figure(name, lines([Series(name, steps, values)], label=f"{name} against steps: {note}", zero=zero), note)
+    return Figure(name, lines([Series(name, steps, values)], zero=zero), note)
 
 
-def _several(series: Sequence[Series], name: str) -> Figure:
+def _several(records: Sequence[Record], name: str, keys: Mapping[str, str]) -> list[Figure]:
+    """A chart with a line of each key that is logged; none if no key is."""
+    logged = set(metric_names(records))
+    series = [Series(each, *curve(records, key)) for each, key in keys.items() if key in logged]
+    if not series:
+        return []
     last = ", ".join(f"{each.name} {format_number(each.y[-1])}" for each in series)
-    return Figure(name, lines(series, label=f"{name} against steps; last: {last}", zero=True), f"last: {last}")
+    return [Figure(name, lines(series, zero=True), f"last: {last}")]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner, Alignment
+from coder_plugin.report.examples import load_picture
 from coder_plugin.report.figures import check_figures, write_alignments
-from coder_plugin.report.queries import load_picture
 from coder_plugin.report.tsne import Points, TooFew, collect_points, frequent_words, plot_tsne
 
 log = logging.getLogger(__name__)

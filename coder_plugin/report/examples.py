@@ -5,19 +5,23 @@ Shapes: N images, T captions (texts), D dimensions, V features of an image, C ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 
+from coder_plugin.data.item import Item
+from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.report.state import similarity
+from coder_plugin.report.page import Block, heading
 
 Way = Literal["i2t", "t2i"]
 #: Pairs that a fusion score computes at once.
 _PAIRS = 1024
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -33,24 +37,59 @@ class Hit:
     behind: bool = False
 
 
-@dataclass(frozen=True)
-class Example:
-    """A query with its first candidates.
-
-    Args:
-        query: its index among the images or the captions.
-        rank: 0-based, of the best right candidate, as recall counts.
-        truth: the best-ranked right candidate.
-    """
+class Example(NamedTuple):
+    """A query (its index among the images or the captions), its 0-based rank as recall counts, its first candidates, and the
+    best right candidate."""
 
     query: int
     rank: int
-    hits: tuple[Hit, ...]
+    hits: list[Hit]
     truth: Hit
 
 
+def query_blocks(
+    encoded: Encoded, source: Any, pictures: Any, result: Mapping[str, Any], *, count: int, depth: int | None
+) -> list[Block]:
+    """Blocks of the best and the worst queries of both directions.
+
+    Args:
+        source: the data. pictures: those of images that are read as regions, or None.
+        result: of recall, with ``t2i_ranks`` and ``i2t_ranks``.
+        count: queries of each kind. depth: as in :func:`best_and_worst`.
+    """
+    ways: dict[Way, str] = {"t2i": "Text to image", "i2t": "Image to text"}
+    chosen = {way: best_and_worst(encoded, way, result[f"{way}_ranks"], count=count, depth=depth) for way in ways}
+    rows: set[int] = set()
+    for way, sides in chosen.items():
+        for each in (one for side in sides for one in side):
+            rows.update([each.query] if way == "i2t" else [hit.index for hit in (*each.hits, each.truth)])
+    items = items_of(source, encoded, rows)
+    shown = shown_images(items, pictures)
+
+    def image(index: int) -> dict[str, Any]:
+        return shown.get(index) or {"uri": None, "key": f"image {index}", "alt": ""}
+
+    def candidate(way: Way, hit: Hit, lead: str = "") -> dict[str, Any]:
+        content = {"caption": encoded.captions[hit.index]} if way == "i2t" else {"image": image(hit.index)}
+        lead += "product " if hit.behind else ""
+        return {"image": None, "score": hit.score, "right": hit.right, "lead": lead, **content}
+
+    def block(way: Way, each: Example) -> Block:
+        subject = {"caption": encoded.captions[each.query]} if way == "t2i" else {"image": image(each.query)}
+        hits = [candidate(way, hit) for hit in each.hits]
+        if not any(hit.right for hit in each.hits):
+            hits.append(candidate(way, each.truth, f"rank {each.rank + 1:,}: "))
+        return {"query": {"image": None, "caption": "", "rank": f"{each.rank + 1:,}", "hits": hits, **subject}}
+
+    blocks: list[Block] = []
+    for way, title in ways.items():
+        for side, which in zip(chosen[way], ("best", "worst"), strict=True):
+            blocks += [heading(f"{title}, {which}"), *(block(way, each) for each in side)] if side else []
+    return blocks
+
+
 def best_and_worst(
-    encoded: Encoded, way: Way, ranks: Tensor, *, count: int, depth: int | None = None, first: int = 5
+    encoded: Encoded, way: Way, ranks: Tensor, *, count: int, depth: int | None = None
 ) -> tuple[list[Example], list[Example]]:
     """The queries with the lowest and those with the highest ranks, ties in the data's order.
 
@@ -60,55 +99,46 @@ def best_and_worst(
         ranks: of all queries, 0-based, as recall returns them.
         count: most queries in each list.
         depth: candidates that the fusion score re-ranks, for a model that has one; None: all.
-        first: candidates shown per query.
     """
-    rows = _rows(encoded, way, depth)
-    order = ranks.argsort(stable=True).tolist()
-    best = _distinct(order, way, encoded, count, set())
-    worst_first = (-ranks).argsort(stable=True).tolist()
-    worst = _distinct(worst_first, way, encoded, count, {_image(query, way, encoded) for query in best})
-    return [example(encoded, way, query, rows, first) for query in best], [
-        example(encoded, way, query, rows, first) for query in worst
-    ]
+    taken: set[int] = set()
+    find = _finder(encoded, way, depth)
+
+    def chosen(order: Iterable[int]) -> list[Example]:
+        queries: list[int] = []
+        for query in order:
+            image = query if way == "i2t" else int(encoded.image_of_text[query])
+            if len(queries) < count and image not in taken:
+                taken.add(image)
+                queries.append(query)
+        return list(map(find, queries))
+
+    return chosen(ranks.argsort(stable=True).tolist()), chosen((-ranks).argsort(stable=True).tolist())
 
 
-def example(
-    encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[Tensor, Tensor, int]], first: int
-) -> Example:
-    """A query's candidates in the order in which recall counts them: at equal scores, wrong before right."""
-    candidates, scores, ordered = rows(query)
-    if way == "i2t":
-        right = encoded.image_of_text[candidates] == query
-    else:
-        right = candidates == encoded.image_of_text[query]
-    behind = (torch.arange(len(scores)) >= ordered).tolist()
-    hits = [Hit(*each) for each in zip(candidates.tolist(), scores.tolist(), right.tolist(), behind, strict=True)]
-    rank = next(number for number, hit in enumerate(hits) if hit.right)
-    return Example(query, rank, tuple(hits[:first]), hits[rank])
-
-
-def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tuple[Tensor, Tensor, int]]:
-    """For a query: all candidates [C] in order, their scores [C], and how many of the first have the final score (all, or
-    those on the shortlist if the model re-ranks)."""
+def _finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
+    """A function from a query to its candidates as recall orders them: at equal scores, wrong before right."""
     items = encoded.items
     scorer = None if items is None else items.head.scorer(items.images, items.texts)
 
-    def row(query: int) -> tuple[Tensor, Tensor, int]:
+    def find(query: int) -> Example:
         if way == "i2t":
             scores, right = similarity(encoded.images[query][None], encoded.texts)[0], encoded.image_of_text == query
         else:
             scores = similarity(encoded.images, encoded.texts[query][None])[:, 0]
             right = torch.arange(len(scores)) == encoded.image_of_text[query]
-        order = _ordered(scores, right)
-        if scorer is None:
-            return order, scores[order], len(order)
-        shortlist = order[:depth].sort().values
-        fused = torch.cat([_fused(scorer, way, query, part) for part in shortlist.split(_PAIRS)])
-        within = _ordered(fused, right[shortlist])
-        behind = order[len(shortlist) :]
-        return torch.cat([shortlist[within], behind]), torch.cat([fused[within], scores[behind]]), len(shortlist)
+        order, reranked = _ordered(scores, right), len(scores)
+        if scorer is not None:
+            shortlist = order[:depth].sort().values
+            reranked = len(shortlist)
+            fused = torch.cat([_fused(scorer, way, query, part) for part in shortlist.split(_PAIRS)])
+            order = torch.cat([shortlist[_ordered(fused, right[shortlist])], order[reranked:]])
+            scores = scores.index_put((shortlist,), fused)
+        values = zip(order.tolist(), scores[order].tolist(), right[order].tolist(), strict=True)
+        hits = [Hit(*each, behind=number >= reranked) for number, each in enumerate(values)]
+        rank = next(number for number, hit in enumerate(hits) if hit.right)
+        return Example(query, rank, hits[:_SHOWN], hits[rank])
 
-    return row
+    return find
 
 
 def _fused(scorer: Any, way: Way, query: int, candidates: Tensor) -> Tensor:
@@ -123,18 +153,63 @@ def _ordered(scores: Tensor, right: Tensor) -> Tensor:
     return wrong_first[scores[wrong_first].argsort(descending=True, stable=True)]
 
 
-def _image(query: int, way: Way, encoded: Encoded) -> int:
-    return query if way == "i2t" else int(encoded.image_of_text[query])
+def similarity(images: Tensor, texts: Tensor) -> Tensor:
+    """Scores [n, m] of images [n, D], or [n, V, D] of which the best vector counts, and texts [m, D]."""
+    scores = images.float() @ texts.float().T
+    return scores.amax(1) if images.ndim == 3 else scores
 
 
-def _distinct(order: Iterable[int], way: Way, encoded: Encoded, count: int, taken: set[int]) -> list[int]:
-    queries: list[int] = []
-    taken = set(taken)
-    for query in order:
-        if len(queries) == count:
+# -- the data's items ----------------------------------------------------------------------------------------------------
+
+
+def items_of(source: Any, encoded: Encoded, rows: Collection[int]) -> dict[int, Item]:
+    """The items of some rows of ``encoded.images``, in order. The data are read no further than the last of them.
+
+    Several images may share a key and so an id, and ``encoded`` lacks images that could not be read: rows are matched in the
+    data's order by id and captions.
+    """
+    captions: list[list[str]] = [[] for _ in encoded.image_ids]
+    for caption, row in zip(encoded.captions, encoded.image_of_text.tolist(), strict=True):
+        captions[row].append(caption)
+    expected = enumerate(zip(encoded.image_ids.tolist(), captions, strict=True))
+    items: dict[int, Item] = {}
+    row, wanted = next(expected, (0, None))
+    for _, item in source.items():
+        if row > max(rows, default=-1) or wanted is None:
             break
-        image = _image(query, way, encoded)
-        if image not in taken:
-            taken.add(image)
-            queries.append(query)
-    return queries
+        if (item.image_id, list(item.captions)) == wanted:
+            if row in rows:
+                items[row] = item
+            row, wanted = next(expected, (row, None))
+    return items
+
+
+def shown_images(items: Mapping[int, Item], pictures: Any) -> dict[int, dict[str, Any]]:
+    """For each item the ``uri`` of its picture (None: there is none), its ``key``, and its first caption as ``alt``."""
+    under = items_by_key(pictures, {item.key for item in items.values()})
+    shown = {}
+    for index, item in items.items():
+        picture = load_picture(under.get(item.key, item))
+        uri = None if picture is None else data_uri(picture)
+        shown[index] = {"uri": uri, "key": item.key, "alt": item.captions[0]}
+    return shown
+
+
+def items_by_key(source: Any, keys: Collection[str]) -> dict[str, Item]:
+    """The items of a second source of the same images, by key; empty if there is no source."""
+    items: dict[str, Item] = {}
+    for _, item in source.items() if source is not None else ():
+        if item.key in keys:
+            items.setdefault(item.key, item)
+            if len(items) == len(keys):
+                break
+    return items
+
+
+def load_picture(item: Item | None) -> Image.Image | None:
+    """An item's picture; None if it cannot be read or is read as regions."""
+    try:
+        loaded = None if item is None else item.load()
+    except (OSError, ValueError):
+        return None
+    return loaded if isinstance(loaded, Image.Image) else None

@@ -1,7 +1,4 @@
-"""Figures with matplotlib: the analyses of ``eval`` (AsCL, figures 4 and 5) and words on their regions (SelfAlign, figure 4).
-
-Figures are matplotlib ``Figure`` objects: pyplot, with its global state and its choice of a display, is not used.
-"""
+"""Figures of the analyses of ``eval`` (AsCL, figures 4 and 5) and of words on their regions (SelfAlign, figure 4)."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import numpy as np
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.analyses import HISTOGRAM_BINS, length_labels, ranked_by
 from coder_plugin.report.alignment import Alignment, brightness
+from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS
 
 SUFFIXES = ("png", "svg")
 
-_MEAN = "mean distance (whisker: standard deviation)"
 _POSITIVE = {
     "image-text": ("alignment", "image_text"),
     "image-text, fused score": ("alignment", "image_text_fused"),
@@ -54,25 +51,6 @@ def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> N
         raise CoderError(f"{flag} {folder} cannot be made: {error}") from error
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure; sizes in inches.
-
-    Raises:
-        CoderError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CoderError('figures need matplotlib: pip install "coder-plugin[report]"') from error
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def literal(text: str) -> str:
-    """Text that matplotlib draws unchanged: it reads mathematics between dollars, and hides labels that begin with "_"."""
-    return " " * text.startswith("_") + text.replace("$", r"\$")
-
-
 def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, suffix: str = "png") -> list[Path]:
     """Draw the analyses of one or several models.
 
@@ -101,19 +79,18 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
     labels = length_labels(rows)
     if suffix not in SUFFIXES:
         raise CoderError(f"figures are written as {' or '.join(SUFFIXES)}, got {suffix!r}")
-    figures = {
-        "alignment": _bars(rows, _POSITIVE, "Positive pairs, distance of embeddings"),
-        "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ, distance of embeddings"),
-        "distances": _histograms(rows),
-        "recall_by_length": _lines(rows, labels),
-    }
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.{suffix}")
-        figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
-    return paths
+    with plain_text():
+        figures = {
+            "alignment": _bars(rows, _POSITIVE, "Positive pairs, distance of embeddings"),
+            "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ, distance of embeddings"),
+            "distances": _histograms(rows),
+            "recall_by_length": _lines(rows, labels),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            figure.savefig(folder / f"{name}.{suffix}", dpi=150, bbox_inches="tight")
+    return [folder / f"{name}.{suffix}" for name in figures]
 
 
 def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, str]], title: str) -> Any:
@@ -123,8 +100,8 @@ def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, 
     width = 0.8 / len(rows)
     handles = []
     for number, row in enumerate(rows.values()):
-        found = {at: row[part].get(pairs, {"count": 0}) for at, (part, pairs) in enumerate(kinds.values())}
-        values = {at: pairs for at, pairs in found.items() if pairs["count"]}
+        measured = {at: row[part].get(pairs, {}) for at, (part, pairs) in enumerate(kinds.values())}
+        values = {at: pairs for at, pairs in measured.items() if pairs.get("count")}
         bars = axes.bar(
             [at + (number - (len(rows) - 1) / 2) * width for at in values],
             [pairs["mean"] for pairs in values.values()],
@@ -135,7 +112,7 @@ def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, 
         )
         axes.bar_label(bars, fmt="%.3f", label_type="center", rotation=90 if len(rows) > 3 else 0)
         handles.append(bars)
-    axes.set(title=title, ylabel=_MEAN, ylim=(0, None), xlim=(-0.5, len(kinds) - 0.5))
+    axes.set(title=title, ylabel="mean distance (whisker: standard deviation)", ylim=(0, None), xlim=(-0.5, len(kinds) - 0.5))
     axes.set_xticks(range(len(kinds)), list(kinds))
     _legend(figure, handles, rows)
     return figure
@@ -145,7 +122,6 @@ def _histograms(rows: Mapping[str, Mapping[str, Any]]) -> Any:
     """A panel per kind of pair; in each the distribution of every model's distances."""
     figure, panels = _panels(len(_NEGATIVE), len(rows))
     edges = [2 * edge / HISTOGRAM_BINS for edge in range(HISTOGRAM_BINS + 1)]
-    handles: list[Any] = []
     for axes, (title, (part, pairs)) in zip(panels, _NEGATIVE.items(), strict=True):
         handles = []
         for number, row in enumerate(rows.values()):
@@ -165,7 +141,6 @@ def _lines(rows: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> Any:
     ticks = list(labels)
     if all(other == counts[0] for other in counts):  # the same captions: show how many are behind a point
         ticks = [f"{label}\n({count})" for label, count in zip(labels, counts[0], strict=True)]
-    handles: list[Any] = []
     for axes, (title, key) in zip(panels, _RECALLS.items(), strict=True):
         handles = []
         for number, bins in enumerate(bins_of_rows):
@@ -187,8 +162,7 @@ def _panels(count: int, models: int) -> tuple[Any, list[Any]]:
 
 def _legend(figure: Any, handles: Sequence[Any], names: Iterable[str]) -> None:
     """The models' names below the panels: names are often paths, too long for the inside."""
-    labels = [literal(str(name)) for name in names]
-    figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False)
+    figure.legend(handles, list(map(str, names)), loc="outside lower center", ncols=1, frameon=False)
 
 
 # -- words and regions ------------------------------------------------------------------------------------------------
@@ -230,40 +204,37 @@ def plot_alignment(alignment: Alignment) -> Any:
     Raises:
         CoderError: matplotlib is not installed, or the places of the regions are unknown.
     """
-    from matplotlib.patches import Rectangle
-
     if alignment.boxes is None or alignment.picture is None:
         raise CoderError(f"{alignment.key}: its regions have no boxes, so they cannot be drawn")
     height, width = alignment.picture.shape[:2]
     panels = 1 if alignment.region_context is None else 2
     ratio = min(2.0, max(0.4, height / width))
-    title = [literal(line) for line in textwrap.wrap(alignment.caption, 48 * panels)]
+    title = textwrap.wrap(alignment.caption, 48 * panels)
     legend_rows = sum(word not in FUNCTION_WORDS for word in alignment.words) // (3 * panels) + 1
     figure = new_figure(panels * _PANEL, _PANEL * ratio + 0.3 + 0.2 * (len(title) + legend_rows))
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    axes[0].imshow(alignment.picture, extent=(0, width, height, 0))
-    handles = _outline(axes[0], alignment, width, height)
-    if alignment.region_context is not None:
-        light = _DIM + (1 - _DIM) * brightness(alignment.region_context, alignment.boxes, height, width)
-        axes[1].imshow((alignment.picture * light[..., None]).round().astype(np.uint8), extent=(0, width, height, 0))
-        for left, top, right, bottom in alignment.boxes:  # without an outline the darkest region would be invisible
-            size = (right - left) * width, (bottom - top) * height
-            axes[1].add_patch(Rectangle((left * width, top * height), *size, fill=False, lw=0.4, edgecolor="0.6"))
-        low, high = alignment.region_context.min(), alignment.region_context.max()
-        axes[1].set_xlabel(f"context: cosine {low:.2f} (dark) to {high:.2f}")
-    for each in axes:
-        each.set(xlim=(0, width), ylim=(height, 0), xticks=(), yticks=())
-    figure.suptitle("\n".join(title), fontsize="medium")
-    if handles:
-        labels = [handle.get_label() for handle in handles]
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3 * panels), frameon=False)
+    with plain_text():
+        axes = list(figure.subplots(1, panels, squeeze=False)[0])
+        axes[0].imshow(alignment.picture, extent=(0, width, height, 0))
+        handles = _outline(axes[0], alignment, width, height)
+        if alignment.region_context is not None:
+            light = _DIM + (1 - _DIM) * brightness(alignment.region_context, alignment.boxes, height, width)
+            axes[1].imshow((alignment.picture * light[..., None]).round().astype(np.uint8), extent=(0, width, height, 0))
+            for box in alignment.boxes:  # without an outline the darkest region would be invisible
+                _rectangle(axes[1], box * [width, height, width, height], lw=0.4, edgecolor="0.6")
+            low, high = alignment.region_context.min(), alignment.region_context.max()
+            axes[1].set_xlabel(f"context: cosine {low:.2f} (dark) to {high:.2f}")
+        for each in axes:
+            each.set(xlim=(0, width), ylim=(height, 0), xticks=(), yticks=())
+        figure.suptitle("\n".join(title), fontsize="medium")
+        if handles:
+            labels = [handle.get_label() for handle in handles]
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3 * panels), frameon=False)
     return figure
 
 
 def _outline(axes: Any, alignment: Alignment, width: int, height: int) -> list[Any]:
     """Outline and name each word's region. Outlines of words with the same region are nested, their names stacked."""
     import matplotlib
-    from matplotlib.patches import Rectangle
 
     assert alignment.boxes is not None
     colours = [matplotlib.colormaps["tab20"](number) for number in (*range(0, 20, 2), *range(1, 20, 2))]
@@ -277,19 +248,17 @@ def _outline(axes: Any, alignment: Alignment, width: int, height: int) -> list[A
         depth = depth_of[region] = depth_of.get(region, -1) + 1
         inset = min((depth + 0.5) * line, 0.45 * (right - left), 0.45 * (bottom - top))
         colour = colours[len(handles) % len(colours)]
-        name = literal(word)
-        size = right - left - 2 * inset, bottom - top - 2 * inset
-        label = f"{name} {alignment.similarity[number, region]:.2f}"
-        handles.append(Rectangle((left + inset, top + inset), *size, fill=False, ec=colour, lw=2, label=label))
-        axes.add_patch(handles[-1])
-        axes.annotate(
-            name,
-            (left, top),
-            xytext=(2, -2 - 10 * depth),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color="white",
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": colour, "edgecolor": "none"},
-        )
+        edges = (left + inset, top + inset, right - inset, bottom - inset)
+        label = f"{word} {alignment.similarity[number, region]:.2f}"
+        handles.append(_rectangle(axes, edges, ec=colour, lw=2, label=label))
+        place = {"xytext": (2, -2 - 10 * depth), "textcoords": "offset points", "va": "top"}
+        patch = {"boxstyle": "square,pad=0.1", "facecolor": colour, "edgecolor": "none"}
+        axes.annotate(word, (left, top), **place, fontsize=8, color="white", bbox=patch)
     return handles
+
+
+def _rectangle(axes: Any, edges: Sequence[float], **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    left, top, right, bottom = edges
+    return axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **style))

@@ -6,21 +6,32 @@ What cannot be shown is named with the reason; the rest of the report is written
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from datetime import datetime, timezone
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from coder_plugin import __version__, distributed
+from coder_plugin import distributed
 from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.errors import CoderError
-from coder_plugin.html import render
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
-from coder_plugin.report import curves, description, recall_table, sections
+from coder_plugin.report import curves, facts, sections
 from coder_plugin.report.alignment import LOCALS
-from coder_plugin.report.page import Content, format_seconds, make_content, write_page
-from coder_plugin.report.recall_table import Cell
+from coder_plugin.report.charts import Figure
+from coder_plugin.report.page import (
+    RECALL,
+    RECALL_NOTE,
+    Block,
+    Section,
+    attempt,
+    figures,
+    format_seconds,
+    heading,
+    note,
+    recall_cells,
+    table,
+    write_page,
+)
 from coder_plugin.report.sections import Evaluated
 from coder_plugin.report.state import state_blocks
 from coder_plugin.training.run_folder import RunFolder
@@ -73,11 +84,15 @@ def write_report(
     if distributed.rank() != 0:
         return path
     run = RunFolder.read(folder)
-    model = Content(None, reason)
+    model = None
     if encoder is not None and source is not None and encoded is not None:
-        model = Content(Evaluated(encoder, source, encoded, weights, pictures))
-    page = render("run.html", **_values(run, model, images))
-    return write_page(path, page)
+        model = Evaluated(encoder, source, encoded, weights, pictures)
+    shown = _sections(run, model, images, reason)
+    about = " on ".join(filter(None, [_objective(run), str((run.plan or {}).get("model") or "")]))
+    title = f"{run.path.resolve().name}: training report"
+    return write_page(
+        path, title, shown, subtitle=f"{about}." * bool(about), problems=list(map(str, run.problems)), tiles=_tiles(run)
+    )
 
 
 def report_run(
@@ -135,59 +150,60 @@ def report_run(
     return write_report(run.path, output=output, images=images, **model)
 
 
-def _values(run: RunFolder, model: Content, images: int) -> dict[str, Any]:
-    """The variables of the template."""
-    measured = make_content(model, sections.measure, run)
-    figures = measured.value or {}
-    folder = Content(run)
-    return {
-        "run": run,
-        "name": run.path.resolve().name,
-        "version": __version__,
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "facts": make_content(folder, description.describe),
-        "terms": make_content(folder, description.describe_terms),
-        "heads": make_content(folder, description.describe_heads),
-        "commands": make_content(folder, description.commands),
-        "columns": recall_table.COLUMNS,
-        "summary": make_content(folder, _tiles, figures),
-        "recalls": make_content(folder, _recall_rows, figures, model.value),
-        "lengths": figures.get("lengths"),
-        "sweeps": figures.get("sweeps", []),
-        "measured": measured,
-        "objective": make_content(folder, curves.objective),
-        "curves": make_content(folder, curves.recalls),
-        "health": make_content(folder, curves.health),
-        "state": make_content(folder, state_blocks),
-        "diversity": make_content(model, sections.diversity, run),
-        "reranks": model.value is not None and model.value.encoded.items is not None,
-        "examples": make_content(model, sections.examples, figures, images),
-        "map": make_content(model, sections.vector_map),
-        "concepts": make_content(model, sections.concepts, images),
-        "alignments": make_content(model, sections.alignments, run, images),
-        "options": sorted((run.config or {}).items()),
+def _sections(run: RunFolder, model: Evaluated | None, images: int, reason: str) -> list[Section]:
+    measured: dict[str, Any] = {}
+
+    def measure(model: Evaluated) -> list[Block]:
+        measured.update(sections.measure(model, run))
+        return []
+
+    def of_model(make: Callable[..., list[Block]], *arguments: Any, needs_recall: bool = False) -> list[Block]:
+        """A section of the model; a note if there is no model, or recall could not be measured."""
+        if model is None:
+            return [note(f"Not shown: {reason}")]
+        if needs_recall and not measured:
+            return [note("Not shown: recall was not measured")]
+        return attempt(make, model, *arguments)
+
+    unmeasured = of_model(measure)
+    curve_blocks = [
+        *attempt(_charts, "Recall", curves.recalls, run),
+        *attempt(_charts, "Objective", curves.objective, run),
+    ]
+    parts = {
+        "recall": (
+            "Recall on validation data",
+            [
+                *attempt(_recall, run, measured, model),
+                *unmeasured,
+                *(of_model(sections.recall_by_length, measured) if measured else []),
+            ],
+        ),
+        "examples": ("Best and worst queries", of_model(sections.examples, measured, images, needs_recall=True)),
+        "curves": ("Curves", curve_blocks or [note("Not shown: there is no metrics.jsonl with records")]),
+        "run": (
+            "What was run",
+            [
+                block
+                for make in (facts.fact_blocks, facts.term_blocks, facts.head_blocks, facts.command_blocks)
+                for block in attempt(make, run)
+            ],
+        ),
+        "concepts": ("Concepts", of_model(sections.concepts, images)),
+        "regions": ("Words and regions", of_model(sections.alignments, run, images)),
+        "map": ("Map of images and captions", of_model(sections.vector_map)),
+        "state": ("State of the heads", [*attempt(state_blocks, run), *attempt(_charts, "During the run", curves.health, run)]),
     }
+    return [Section(anchor, title, blocks) for anchor, (title, blocks) in parts.items()]
 
 
-def _tiles(run: RunFolder, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    best = run.results("best")
-    figures = best or _last(run) or measured.get("result") or {}
-    kind = f"best, epoch {figures['epoch']:g}" if best and "epoch" in figures else "last"
-    tiles = []
-    if "rsum" in figures:
-        tiles.append((f"{figures['rsum']:.1f}", f"R@sum ({kind})"))
-        first = {"i2t_r1": "image to text R@1", "t2i_r1": "text to image R@1"}
-        tiles += [(f"{figures[key]:.1f} %", name) for key, name in first.items() if key in figures]
-        if "images" in figures:
-            tiles.append((f"{figures['images']:,.0f}", "validation images"))
-    plan, manifest = run.plan or {}, run.manifest or {}
-    if "trainable" in plan and "parameters" in plan:
-        tiles.append((_millions(plan["trainable"]), f"trained parameters of {_millions(plan['parameters'])}"))
-    if manifest:
-        tiles.append((f"{manifest['step']:,}", "steps"))
-    if run.seconds_per_epoch is not None:
-        tiles.append((format_seconds(run.seconds_per_epoch), "per epoch, without evaluation and saving"))
-    return tiles
+def _charts(title: str, make: Callable[[RunFolder], list[Figure]], run: RunFolder) -> list[Block]:
+    made = figures(make(run))
+    return [heading(title), *made] if made else []
+
+
+def _objective(run: RunFolder) -> str:
+    return str((run.plan or {}).get("objective") or (run.config or {}).get("loss") or "")
 
 
 def _last(run: RunFolder) -> Mapping[str, Any]:
@@ -195,23 +211,39 @@ def _last(run: RunFolder) -> Mapping[str, Any]:
     return run.results("last") or (run.evaluations[-1] if run.evaluations else {})
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
+def _tiles(run: RunFolder) -> list[tuple[str, str]]:
+    best = run.results("best")
+    results = best or _last(run)
+    kind = f"best, epoch {best['epoch']:g}" if "epoch" in best else "last"
+    tiles = []
+    if "rsum" in results:
+        tiles.append((f"{results['rsum']:,.1f}", f"R@sum ({kind})"))
+        names = {"i2t_r1": "image to text R@1", "t2i_r1": "text to image R@1"}
+        tiles += [(f"{results[key]:.1f} %", name) for key, name in names.items() if key in results]
+    if run.manifest is not None:
+        tiles.append((f"{run.manifest['step']:,}", "steps"))
+    if run.seconds_per_epoch is not None:
+        tiles.append((format_seconds(run.seconds_per_epoch), "per epoch, without evaluation and saving"))
+    return tiles
 
 
-def _recall_rows(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None) -> list[tuple[str, list[Cell]]]:
-    """Each row's name and its cells."""
-    rows: list[tuple[str, Mapping[str, Any]]] = []
-    for name, figures in (("best", run.results("best")), ("last", _last(run))):
-        if "rsum" in figures:
-            rows += _with_shortlist(f"{name}: epoch {figures['epoch']:g}" if "epoch" in figures else name, figures)
-    if "result" in measured and model is not None:
-        rows += _with_shortlist(f"now: {model.weights}", measured["result"])
-    return [(name, recall_table.cells(figures)) for name, figures in rows]
+def _recall(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None) -> list[Block]:
+    rows: list[tuple[str, list[str]]] = []
 
+    def add(name: str, results: Mapping[str, Any]) -> None:
+        if shortlist := results.get("shortlist"):
+            rows.append((f"{name}, re-ranked {results.get('rerank', '')}".rstrip(), recall_cells(results)))
+            rows.append((f"{name}, shortlist", recall_cells(shortlist)))
+        elif "rsum" in results:
+            rows.append((name, recall_cells(results)))
 
-def _with_shortlist(name: str, figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    shortlist = figures.get("shortlist")
-    if not shortlist:
-        return [(name, figures)]
-    return [(f"{name}, re-ranked {figures.get('rerank', '')}".rstrip(), figures), (f"{name}, shortlist", shortlist)]
+    for name, results in (("best", run.results("best")), ("last", _last(run))):
+        add(f"{name}: epoch {results['epoch']:g}" if "epoch" in results else name, results)
+    if model is not None:
+        add(f"now: {model.weights}", measured)
+    if not rows:
+        raise CoderError("the run has no evaluation")
+    text = RECALL_NOTE
+    if measured and model is not None:
+        text += f" The row that begins with “now” was measured for this report, on {model.source.name}."
+    return [note(text), table(["Weights", *RECALL.values()], rows)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner
-from coder_plugin.report.figures import literal, new_figure
+from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS, split_words
 from coder_plugin.tensors import unit
 
@@ -151,12 +151,16 @@ def place_points(points: Points, *, seed: int = 0) -> np.ndarray:
     Raises:
         CoderError: scikit-learn is not installed.
     """
-    check_sklearn()
     return tsne(np.concatenate([points.words, points.regions]), seed=seed)
 
 
 def tsne(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """t-SNE of [N, D] vectors in two dimensions. The perplexity is 30, or (N - 1) / 3 for fewer points."""
+    """t-SNE of [N, D] vectors in two dimensions. The perplexity is 30, or (N - 1) / 3 for fewer points.
+
+    Raises:
+        CoderError: scikit-learn is not installed.
+    """
+    check_sklearn()
     from sklearn.manifold import TSNE
 
     perplexity = min(30.0, (len(vectors) - 1) / 3)
@@ -183,24 +187,20 @@ def plot_tsne(rows: Mapping[str, Points], path: str | Path, *, seed: int = 0) ->
     measured = {name: measure_points(points) for name, points in rows.items()}
     concepts = list(dict.fromkeys(concept for points in rows.values() for concept in points.concepts))
     handles: dict[str, Any] = {}
-    for axes, (name, points) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
-        words, regions = np.split(place_points(points, seed=seed), 2)
-        for number, concept in enumerate(points.concepts):
-            colour, members = _colour(concepts.index(concept)), points.labels == number
-            axes.scatter(*regions[members].T, s=22, marker="o", facecolors="none", edgecolors=[colour])
-            handles[concept] = axes.scatter(*words[members].T, s=22, marker="x", color=[colour], label=literal(concept))
-        axes.set(xticks=(), yticks=())
-        gap, silhouette = measured[name]["gap"], measured[name]["silhouette"]
-        axes.set_title(f"{literal(name[-48:])}\ngap {gap:.3f}, silhouette {silhouette:.3f}", fontsize="medium")
-    figure.legend(
-        [handles[concept] for concept in concepts],
-        [literal(concept) for concept in concepts],
-        title="crosses: words, circles: their regions",
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
-    )
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    with plain_text():
+        for axes, (name, points) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
+            words, regions = np.split(place_points(points, seed=seed), 2)
+            for number, concept in enumerate(points.concepts):
+                colour, members = _colour(concepts.index(concept)), points.labels == number
+                axes.scatter(*regions[members].T, s=22, marker="o", facecolors="none", edgecolors=[colour])
+                handles[concept] = axes.scatter(*words[members].T, s=22, marker="x", color=[colour])
+            axes.set(xticks=(), yticks=())
+            gap, silhouette = measured[name]["gap"], measured[name]["silhouette"]
+            axes.set_title(f"{name[-48:]}\ngap {gap:.3f}, silhouette {silhouette:.3f}", fontsize="medium")
+        title, place = "crosses: words, circles: their regions", "outside lower center"
+        shown = [handles[concept] for concept in concepts]
+        figure.legend(shown, concepts, title=title, loc=place, ncols=5, frameon=False)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
     return measured
 
 

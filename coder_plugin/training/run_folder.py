@@ -246,7 +246,9 @@ def _nested(record: Record) -> Record:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):  # JSON may hold integers beyond what a float can
+        return not isinstance(value, bool) and abs(value) < 1 << 63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _read_object(path: Path, problems: list[Problem]) -> Record | None:

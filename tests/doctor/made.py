@@ -80,9 +80,9 @@ def write_vocabulary(path: Path, names: list[str], missing: tuple[str, ...] = ()
     return str(path)
 
 
-def examine(*, samples: int = 256, whole: bool = False, vectors: str | None = None, **flags: Any) -> list[Finding]:
-    """What the doctor finds in data, recipe and words."""
-    return check_training(resolve([("flag", flags)]), flags, samples=samples, check_all=whole, vectors=vectors)
+def examine(*, samples: int = 256, whole: bool = False, **flags: Any) -> list[Finding]:
+    """What the doctor finds in data and recipe."""
+    return check_training(resolve([("flag", flags)]), flags, samples=samples, check_all=whole)
 
 
 def amiss(found: list[Finding]) -> dict[str, Finding]:

@@ -43,7 +43,7 @@ def copy(trained: Path, tmp_path: Path) -> Path:
 
 
 def examine(folder: Path) -> list[Finding]:
-    return [found for part, check in run.checks_for(folder) for found in guarded(part, check, folder)]
+    return [found for check in run.checks_for(folder) for found in guarded("run", check, folder)]
 
 
 def test_a_sound_run(trained: Path) -> None:
@@ -203,27 +203,15 @@ def test_losses_and_recalls(tmp_path: Path) -> None:
     assert list(amiss(guarded("run", run.check_log, tmp_path / "run"))) == ["run.log"]
 
 
-def test_an_index(trained: Path, tmp_path: Path) -> None:
-    for number in range(6):
-        made.picture(number).save(tmp_path / f"{number}.png")
-    folder = tmp_path / "index"
-    assert main(["index", str(trained), "--output", str(folder), "--data", str(tmp_path), "--workers", "0"]) == 0
-    assert [each.level for each in examine(folder)] == ["ok"]
-    file = folder / "segments" / "00000" / "images.faiss"
-    file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
-    (found,) = amiss(examine(folder)).values()
-    assert found.name == "index" and "images.faiss" in found.text
-
-
 def test_what_is_none_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(CoderError, match="neither a run's folder, an export's, nor an index"):
+    with pytest.raises(CoderError, match="neither a run's folder nor an export's"):
         run.checks_for(tmp_path)
 
 
 def test_the_command(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("coder_plugin.doctor.installation._plugins", lambda: iter(()))
+    monkeypatch.setattr("coder_plugin.doctor.installation.check_plugins", lambda: iter(()))
     monkeypatch.chdir(tmp_path)
     before = sorted(path for path in tmp_path.rglob("*"))
     assert main(["doctor"]) == 0
@@ -251,7 +239,7 @@ def test_the_command(
 def test_a_shared_model_is_taken_from_the_cache_alone(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("coder_plugin.doctor.installation._plugins", lambda: iter(()))
+    monkeypatch.setattr("coder_plugin.doctor.installation.check_plugins", lambda: iter(()))
     for name, export in (("whole", trained / "export" / "best"), ("begun", None)):
         repository = tmp_path / f"models--owner--{name}"
         (repository / "refs").mkdir(parents=True)
@@ -273,7 +261,7 @@ def test_a_shared_model_is_taken_from_the_cache_alone(
 def test_a_run_s_configuration_names_its_data_and_recipe(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("coder_plugin.doctor.installation._plugins", lambda: iter(()))
+    monkeypatch.setattr("coder_plugin.doctor.installation.check_plugins", lambda: iter(()))
     assert main(["doctor", "--config", str(copy / "config.json")]) == 0
     assert "recipe\n  ok       --loss" in capsys.readouterr().out
 

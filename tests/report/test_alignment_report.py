@@ -26,7 +26,6 @@ from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import LOCALS, Aligner, Alignment, plot_alignment, write_alignments
 from tests.training import region_data
 
-WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'
 RECORDS = list(region_data.records("dev"))
 
 
@@ -46,11 +45,6 @@ def region_encoder(objective: str = "dcl", **options: Any) -> Encoder:
 
 def item(regions: Any, caption: str = "a man and a dog with the tree") -> Item:
     return Item("x", (caption,), lambda: regions)
-
-
-@pytest.fixture(scope="module")
-def matplotlib():
-    return pytest.importorskip("matplotlib", reason=WITHOUT)
 
 
 # Computation
@@ -192,7 +186,7 @@ def test_numbers_for_json() -> None:
     assert row["regions"]["context"] == [0.1, 0.5, -0.2] and row["regions"]["count"] == 3 and row["grid"] is None
 
 
-def test_outlines_are_the_words_regions(matplotlib) -> None:
+def test_outlines_are_the_words_regions() -> None:
     figure = plot_alignment(alignment())
     axes = figure.axes[0]
     drawn = {patch.get_label().split()[0]: patch for patch in axes.patches}
@@ -209,7 +203,7 @@ def test_outlines_are_the_words_regions(matplotlib) -> None:
     assert heights[0] != heights[2]  # names do not cover each other
 
 
-def test_the_map_darkens_the_picture(matplotlib) -> None:
+def test_the_map_darkens_the_picture() -> None:
     axes = plot_alignment(alignment()).axes
     shown = axes[1].images[0].get_array()
     assert shown[5, 70].tolist() == [200] * 3  # region 1, the most relevant
@@ -218,7 +212,7 @@ def test_the_map_darkens_the_picture(matplotlib) -> None:
     assert len(plot_alignment(alignment(context=False)).axes) == 1
 
 
-def test_files(matplotlib, tmp_path) -> None:
+def test_files(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         paths = write_alignments([alignment(), alignment(picture=False), alignment("_x")], tmp_path / "new")
@@ -230,7 +224,7 @@ def test_files(matplotlib, tmp_path) -> None:
         plot_alignment(alignment(picture=False))
 
 
-def test_many_words_and_none(matplotlib) -> None:
+def test_many_words_and_none() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for words in (" ".join(f"word{n}" for n in range(30)), "a the"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 from typing import Any
 
 import pytest
@@ -15,24 +14,27 @@ from coder_plugin import html as page
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
+from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.pretrained.encode import Encoded, Items
-from coder_plugin.report import examples, queries, sections
-from coder_plugin.report.examples import best_and_worst
-from coder_plugin.report.sections import place_vectors
+from coder_plugin.report import examples, sections
+from coder_plugin.report.examples import best_and_worst, items_of, query_blocks
+
+
+def ranked(encoded: Encoded) -> dict[str, Any]:
+    return recall_from_embeddings(encoded.images, encoded.texts, encoded.image_of_text)
 
 
 def test_images_without_pictures_are_called_by_name() -> None:
     regions = [Item(f"image-{n}", (f"caption {n}",), lambda: Regions(torch.zeros(2, 3).numpy())) for n in range(3)]
     ids = torch.tensor([item.image_id for item in regions])
-    vectors = torch.eye(3)
-    encoded = Encoded(vectors, vectors, torch.arange(3), ids, [item.captions[0] for item in regions])
-    found = {"i2t": best_and_worst(encoded, "i2t", torch.zeros(3, dtype=torch.int64), count=1)}
-    shown = queries.describe_queries(encoded, ItemSource(regions), None, found)  # type: ignore[arg-type]
-    assert shown[0]["queries"][0]["image"] == {"uri": None, "key": "image-0", "alt": "caption 0"}
+    encoded = Encoded(torch.eye(3), torch.eye(3), torch.arange(3), ids, [item.captions[0] for item in regions])
+    options: dict[str, Any] = {"result": ranked(encoded), "count": 1, "depth": None}
+    shown = query_blocks(encoded, ItemSource(regions), None, **options)
+    assert shown[1]["query"]["hits"][0]["image"] == {"uri": None, "key": "image-0", "alt": "caption 0"}
     red = [Item(item.key, item.captions, lambda: Image.new("RGB", (9, 9), "red")) for item in regions]
-    shown = queries.describe_queries(encoded, ItemSource(regions), ItemSource(red), found)  # type: ignore[arg-type]
-    assert shown[0]["queries"][0]["image"]["uri"].startswith("data:image/jpeg")
+    shown = query_blocks(encoded, ItemSource(regions), ItemSource(red), **options)
+    assert shown[1]["query"]["hits"][0]["image"]["uri"].startswith("data:image/jpeg")
 
 
 def test_images_of_one_key_keep_their_own_pictures() -> None:
@@ -43,10 +45,7 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
 
     items = [
         Item("a", ("gone",), broken),
-        *(
-            Item("a", (colour, "b"), lambda colour=colour: Image.new("RGB", (9, 9), colour))
-            for colour in ("red", "blue")
-        ),
+        *(Item("a", (colour, "b"), lambda colour=colour: Image.new("RGB", (9, 9), colour)) for colour in ("red", "blue")),
         Item("b", ("green",), lambda: Image.new("RGB", (9, 9), "lime")),
     ]
     captions = [caption for item in items[1:] for caption in item.captions]
@@ -54,10 +53,11 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
     owner = torch.tensor([0, 0, 1, 1, 2])
     encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions)
     source = ItemSource(items)
-    found = queries.items_of(source, encoded, {2, 1})
-    assert {row: item.captions[0] for row, item in found.items()} == {1: "blue", 2: "green"}
-    best = {"t2i": best_and_worst(encoded, "t2i", torch.zeros(5, dtype=torch.int64), count=3)}
-    for query in queries.describe_queries(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
+    assert {row: item.captions[0] for row, item in items_of(source, encoded, {2, 1}).items()} == {1: "blue", 2: "green"}
+    blocks = query_blocks(encoded, source, None, ranked(encoded), count=3, depth=None)
+    texts = [block["query"] for block in blocks if block.get("query", {}).get("caption")]
+    assert len(texts) == 3
+    for query in texts:
         [match] = [hit["image"] for hit in query["hits"] if hit["right"]]
         assert match["alt"] == query["caption"]
         content = base64.b64decode(match["uri"].split(",")[1])
@@ -75,6 +75,7 @@ class Reversed:
 @pytest.mark.parametrize("depth", [None, 4])
 def test_a_fusion_score_orders_what_recall_says_it_orders(depth: int | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(examples, "_PAIRS", 3)
+    monkeypatch.setattr(examples, "_SHOWN", 20)
     generator = torch.Generator().manual_seed(0)
     images, texts = torch.randn(6, 4, generator=generator), torch.randn(12, 4, generator=generator)
     owner = torch.arange(12) // 2
@@ -82,19 +83,17 @@ def test_a_fusion_score_orders_what_recall_says_it_orders(depth: int | None, mon
     encoded = Encoded(images, texts, owner, torch.arange(6), captions, Items(Reversed(), {"x": images}, {"x": texts}))
     scores = images @ texts.T
     for way in ("i2t", "t2i"):
-        rows = examples._rows(encoded, way, depth)  # type: ignore[arg-type]
+        find = examples._finder(encoded, way, depth)  # type: ignore[arg-type]
         for query in range(6 if way == "i2t" else 12):
             row = scores[query] if way == "i2t" else scores[:, query]
             order = row.argsort(descending=True)
             shortlist, behind = order[:depth], order[len(order[:depth]) :]
             expected = torch.cat([shortlist[row[shortlist].argsort()], behind])
-            candidates, values, ordered = rows(query)
-            assert candidates.tolist() == expected.tolist()
-            shown = examples.example(encoded, way, query, rows, first=20)  # type: ignore[arg-type]
-            assert ordered == len(shortlist) and [hit.behind for hit in shown.hits] == [
-                number >= len(shortlist) for number in range(len(row))
-            ]
-            torch.testing.assert_close(values, torch.cat([-row[expected[: len(shortlist)]], row[behind]]))
+            hits = find(query).hits
+            assert [hit.index for hit in hits] == expected.tolist()
+            assert [hit.behind for hit in hits] == [number >= len(shortlist) for number in range(len(row))]
+            values = torch.cat([-row[expected[: len(shortlist)]], row[behind]])
+            assert [hit.score for hit in hits] == pytest.approx(values.tolist(), abs=1e-6)
 
 
 def test_ties_count_against_a_query_and_an_image_is_asked_once() -> None:
@@ -113,16 +112,18 @@ def test_maps_pair_images_with_their_first_captions(monkeypatch: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     images, texts = torch.randn(30, 2, 8, generator=generator), torch.randn(60, 8, generator=generator)
     encoded = Encoded(images, texts, torch.arange(60) // 2, torch.arange(30), [f"c{n}" for n in range(60)])
-    placed = place_vectors(encoded, pairs=12)
-    assert placed.image_index[0] == 0 and placed.image_index[-1] == 29 and len(placed.image_index) == 12
-    assert placed.text_index == [2 * image for image in placed.image_index]
-    flat = torch.zeros(20, 5)
-    flat[:, 1], flat[:, 3] = torch.linspace(-2, 2, 20), torch.linspace(0, 1, 20) ** 2
-    places = torch.from_numpy(sections._principal(flat))
-    apart = torch.cdist(flat - flat.mean(0), flat - flat.mean(0))
-    torch.testing.assert_close(torch.cdist(places, places), apart, atol=1e-4, rtol=1e-4)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert "principal components" in place_vectors(encoded, pairs=12).method
+    placed: list[Any] = []
+    monkeypatch.setattr(sections, "_PAIRS", 12)
+    monkeypatch.setattr(sections, "tsne", lambda vectors: placed.append(vectors) or vectors[:, :2])
+    [block] = sections.vector_map(sections.Evaluated(None, None, encoded, ""))  # type: ignore[arg-type]
+    assert "12 images" in block["figures"][0].note and "<svg" in block["figures"][0].chart
+    chosen = [0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29]
+    torch.testing.assert_close(torch.from_numpy(placed[0][12:]), texts[0::2][chosen])
+    best = [max(range(2), key=lambda view: float(images[n, view] @ texts[2 * n])) for n in chosen]
+    torch.testing.assert_close(torch.from_numpy(placed[0][:12]), images[chosen, best])
+    one = encoded._replace(images=images[:1], texts=texts[:1], image_of_text=torch.tensor([0]))
+    with pytest.raises(CoderError, match="two images or more"):
+        sections.vector_map(sections.Evaluated(None, None, one, ""))  # type: ignore[arg-type]
 
 
 def test_small_pictures_are_small() -> None:

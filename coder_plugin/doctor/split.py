@@ -146,7 +146,7 @@ def _samples(split: Split, source: ShardSource, shard: str) -> Iterator[Item]:
             split.samples.append(f"{shard}: image {item.key!r}: {item.fault}")
             continue
         if which:
-            item = replace(item, load=partial(_load, shard, *places[which], which, source.max_pixels))
+            item = replace(item, load=partial(_load, shard, *places[which], which))
         else:
             split.pictureless.append(item.key)
         yield item
@@ -158,8 +158,8 @@ def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _load(shard: str, offset: int, size: int, ending: str, max_pixels: int | None) -> Any:
+def _load(shard: str, offset: int, size: int, ending: str) -> Any:
     with tarfile.open(local_path(shard)) as tar:  # for what is compressed as a whole, too
         tar.fileobj.seek(offset)  # type: ignore[union-attr]
         data = tar.fileobj.read(size)  # type: ignore[union-attr]
-    return decode_npz(data, shard) if ending == REGIONS else decode_image(data, max_pixels=max_pixels)
+    return decode_npz(data, shard) if ending == REGIONS else decode_image(data)

@@ -80,12 +80,12 @@ def test_coco_folder_of_the_pictures(tmp_path, place):
     picture(tmp_path / place / "b.jpg")
     spec = coco(tmp_path / "annotations")
     images = str(tmp_path / "given") if place == "given" else None
-    assert next(open_coco(spec, images=images).items())[1].load().size == (6, 4)
-    assert "nowhere" in fault(open_coco, spec, images=str(tmp_path / "nowhere"))
+    assert next(open_coco(spec, image_root=images).items())[1].load().size == (6, 4)
+    assert "nowhere" in fault(open_coco, spec, image_root=str(tmp_path / "nowhere"))
 
 
 def test_coco_without_pictures(tmp_path):
-    data = open_coco(coco(tmp_path), images="nowhere", pictures=False)
+    data = open_coco(coco(tmp_path), image_root="nowhere", pictures=False)
     item = pickle.loads(pickle.dumps(next(data.items())[1]))
     assert item.names == ("42",)
     with pytest.raises(ValueError, match="no picture: 'b.jpg'"):
@@ -302,9 +302,9 @@ def test_img2dataset_what_is_left_out_is_counted_and_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"json": '{"status": "succ'}, ["json: ", "000000001.json", "cannot be read as JSON"]),
-        ({"json": "[" * 100_000}, ["json: ", "000000001.json", "nested too deep"]),
-        ({"json": "[]"}, ["json: ", "000000001.json", "not an object"]),
+        ({"json": '{"status": "succ'}, ["caption: ", "000000001.json", "cannot be read as JSON"]),
+        ({"json": "[" * 100_000}, ["caption: ", "000000001.json", "nested too deep"]),
+        ({"json": "[]"}, ["caption: ", "000000001.json", "not an object"]),
         ({"json": '{"caption": 3}', "txt": None}, ["caption: ", "000000001.json", "'caption' is not text"]),
     ],
 )

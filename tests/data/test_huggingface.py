@@ -161,15 +161,15 @@ def test_hard_negatives_are_a_column_of_lists(kind):
     data = {**rows(range(4)), "negatives": [["4 0"], None, [], ["5 0", " "]]}
     table = datasets.Dataset.from_dict(data)
     given = table if kind == "whole" else table.to_iterable_dataset()
-    items = [item for _, item in open_source(given, negatives_column="negatives").items()]
+    items = [item for _, item in open_source(given, negatives_key="negatives").items()]
     assert [item.negatives for item in items] == [("4 0",), (), (), ()]
-    assert [item.fault and item.fault.kind for item in items] == [None, None, None, "negative"]
+    assert [item.fault and item.fault.kind for item in items] == [None, None, None, "caption"]
     assert not any(item.negatives for _, item in open_source(given).items())
-    assert open_source(given.remove_columns("negatives"), negatives_column="negatives").num_images in (4, None)
+    assert open_source(given.remove_columns("negatives"), negatives_key="negatives").num_images in (4, None)
     config = DataConfig(hard_negatives=1)
     assert [item.negatives for _, item in object_source(config, given, split="train").items()][0] == ("4 0",)
     assert not any(item.negatives for _, item in object_source(config, given, split="val").items())
-    grouped = open_source(datasets.Dataset.from_dict({**data, "image_id": [1, 2, 1, 2]}), negatives_column="negatives")
+    grouped = open_source(datasets.Dataset.from_dict({**data, "image_id": [1, 2, 1, 2]}), negatives_key="negatives")
     assert [(len(item.captions), item.negatives) for _, item in grouped.items()] == [(6, ("4 0",)), (0, ())]
 
 

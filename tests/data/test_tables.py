@@ -150,9 +150,9 @@ def test_csv_paths_are_relative_to_the_image_root_first(tmp_path, monkeypatch):
         return [item.load().getpixel((0, 0))[0] for item in items[:3]], Path(missing.value.filename)
 
     assert shades() == ([1, 3, 5], tmp_path / "table/d.png")
-    assert shades(images="root") == ([0, 3, 5], Path("root/d.png"))
-    assert shades(images=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
-    assert "image folder 'rot' does not exist" in fault(open_csv, spec, images="rot")
+    assert shades(image_root="root") == ([0, 3, 5], Path("root/d.png"))
+    assert shades(image_root=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
+    assert "image folder 'rot' does not exist" in fault(open_csv, spec, image_root="rot")
     config = DataConfig(train=spec, image_root="root")
     (first, *_) = (item for _, item in make_source(config, split="train").items())
     assert first.load().getpixel((0, 0)) == (0, 0, 0) and first.key == "a.png"
@@ -162,7 +162,7 @@ def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):
     spec = karpathy(tmp_path)
     table = write_table(tmp_path, [("0.png", "x")])
     picture(tmp_path / "0.png")
-    for data in (open_karpathy(spec, images="nowhere", pictures=False), open_csv(table, pictures=False)):
+    for data in (open_karpathy(spec, image_root="nowhere", pictures=False), open_csv(table, pictures=False)):
         item = pickle.loads(pickle.dumps(next(data.items())[1]))  # the loader's workers get it so
         with pytest.raises(ValueError, match="no picture: '0.png'"):
             item.load()
@@ -246,7 +246,7 @@ def test_karpathy_faults(tmp_path, changes, words):
 
 def test_karpathy_folder_split_and_format(tmp_path):
     spec = karpathy(tmp_path)
-    assert "nowhere" in fault(open_karpathy, spec, images=str(tmp_path / "nowhere"))
+    assert "nowhere" in fault(open_karpathy, spec, image_root=str(tmp_path / "nowhere"))
     message = fault(open_karpathy, spec, split="dev")
     assert "'dev'" in message and "restval, test, train, val" in message
     (tmp_path / "bad.json").write_text("{")

@@ -224,7 +224,7 @@ TARS = [
     refused("tar-large-header", _large_header, "s.tar", "a header of 3,1"),
     refused("tar-gzip-bomb", _compressed_bomb(gzip.open), "s.tar", "decompression bomb"),
     refused("tar-bzip2-bomb", _compressed_bomb(bz2.open), "s.tar", "decompression bomb"),
-    skipped("tar-sparse-bomb", "file_size", _sparse),
+    skipped("tar-sparse-bomb", "file", _sparse),
     refused(
         "tar-is-no-tar",
         lambda folder, _: (folder / "s.tar").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR." * 99),
@@ -277,7 +277,7 @@ TEXTS = [
         ("caption-half-a-character", "caption", {"json": b'{"captions": ["\\ud83d"]}'}),
         ("caption-of-one-long-word", "caption", {"txt": os.urandom(200_000).hex().encode()}),
         ("txt-missing", "caption", {}),
-        ("txt-huge", "file_size", {"txt": bytes(17 << 20)}),
+        ("txt-huge", "file", {"txt": bytes(17 << 20)}),
     )
 ]
 
@@ -313,8 +313,8 @@ PICTURES = [
         ("other-format", "picture", lambda _: picture("PCX")),
         ("ppm", "picture", lambda _: picture("PPM")),
         ("truncated", "picture", lambda _: picture("JPEG", (64, 64))[:400]),
-        ("169-megapixels", "picture_size", lambda _: png_of(13_000, 13_000, zlib.compress(bytes(13_001 * 1000)))),
-        ("lying-size", "picture_size", lambda _: png_of(2**31 - 1, 2**31 - 1)),
+        ("169-megapixels", "picture", lambda _: png_of(13_000, 13_000, zlib.compress(bytes(13_001 * 1000)))),
+        ("lying-size", "picture", lambda _: png_of(2**31 - 1, 2**31 - 1)),
         ("no-rows", "picture", lambda _: png_of(300, 300)),
         (
             "text-bomb",
@@ -328,7 +328,7 @@ PICTURES = [
         ),
         ("pickle", "picture", lambda canary: b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR." % str(canary).encode()),
         ("svg-that-fetches", "picture", lambda _: b'<svg xmlns="x"><image href="http://127.0.0.1:9/x.png"/></svg>'),
-        ("gif-huge-frame", "picture_size", lambda _: GIF),
+        ("gif-huge-frame", "picture", lambda _: GIF),
         ("empty", "picture", lambda _: b""),
     )
 ]
@@ -522,7 +522,7 @@ def precomp(folder: Path, header: bytes, counts: bytes | None = None) -> None:
 
 
 ONE = ("read 1: 1 of 2 samples skipped (regions 1)",)
-SIZE = ("read 1: 1 of 2 samples skipped (file_size 1)",)
+SIZE = ("read 1: 1 of 2 samples skipped (regions 1)",)
 ARRAYS = [
     of_regions("npz-pickle", pickled, "r", *ONE),
     of_regions("npy-pickle", pickled_npy, "r", *ONE),
@@ -552,7 +552,7 @@ ARRAYS = [
     of_regions("tsv-index-deep", lambda folder, _: tsv(folder, index="[" * 100_000), "r.tsv", "read 2: 0 of 2"),
     of_regions("hdf5-data-in-another-file", hdf5(_external), "r.hdf5", "another file", status=2),
     of_regions("hdf5-link-to-another-file", hdf5(_linked), "r.hdf5", "another file", status=2),
-    of_regions("hdf5-huge-rows", hdf5(_large), "r.hdf5", "read 0: 2 of 2 samples skipped (file_size 2)"),
+    of_regions("hdf5-huge-rows", hdf5(_large), "r.hdf5", "read 0: 2 of 2 samples skipped (regions 2)"),
     of_regions("hdf5-huge-positions", hdf5(_large_positions), "r.hdf5", "pos_boxes", status=2),
     of_regions(
         "hdf5-is-no-hdf5",

@@ -131,7 +131,7 @@ def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
         with np.load(file, allow_pickle=False) as archive:
             size = sum(member.file_size for member in archive.zip.infolist())
             if size > LARGEST_ARRAYS:
-                raise BadSample("file_size", f"its arrays have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+                raise BadSample("regions", f"its arrays have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
             return {name: _member(archive, name) for name in archive.files}
     except (OSError, ValueError):
         raise
@@ -146,7 +146,7 @@ def read_npy(path: str) -> np.ndarray:
             raise ValueError(f"{os.path.basename(path)} is not an .npy file")
         file.seek(0)
         if (size := os.fstat(file.fileno()).st_size) > LARGEST_ARRAYS:
-            raise BadSample("file_size", f"{os.path.basename(path)} has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+            raise BadSample("regions", f"{os.path.basename(path)} has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
         try:
             return np.load(file, allow_pickle=False)
         except OSError:

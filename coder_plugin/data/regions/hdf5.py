@@ -212,7 +212,7 @@ class Hdf5Regions(IndexedRegions):
             features = data["image_features"]
             length = features.shape[1] if self._ends is None else rows.stop - rows.start
             if (size := length * features.shape[-1] * features.dtype.itemsize) > LARGEST_ARRAYS:
-                raise BadSample("file_size", f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
+                raise BadSample("regions", f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
             boxes, size = None, (1.0, 1.0)
             if self._boxes is not None:
                 boxes = data["spatial_features" if self._boxes == "spatial" else "image_bb"][rows][:, :4]

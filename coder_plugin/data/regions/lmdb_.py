@@ -213,7 +213,7 @@ def _decompress(value: bytes) -> bytes:
         raise ValueError(f"damaged LZ4 frame: {exc}") from exc
     if not decompressor.eof:
         if len(content) >= LARGEST_ARRAYS:
-            raise BadSample("file_size", f"it expands to over {LARGEST_ARRAYS:,} bytes")
+            raise BadSample("regions", f"it expands to over {LARGEST_ARRAYS:,} bytes")
         raise ValueError("damaged LZ4 frame: it ends early")
     return content  # type: ignore[no-any-return]
 

@@ -187,7 +187,7 @@ def _metadata(where: str, stem: str, data: bytes) -> tuple[str, tuple[str, ...]]
     try:
         metadata = parse_json(data)
     except ValueError as exc:
-        raise BadSample("json", f"{where}: its json field is not JSON: {exc}") from exc
+        raise BadSample("caption", f"{where}: its json field is not JSON: {exc}") from exc
     metadata = metadata if isinstance(metadata, dict) else {}
     captions = metadata.get("captions") or []
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):

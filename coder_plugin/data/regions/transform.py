@@ -53,7 +53,7 @@ class RegionTransform:
             raise CoderError("this model reads regions, but the data are pictures: extract regions, then give --regions FILES")
         if regions.features.shape[1] != self.region_dim:
             raise BadSample(
-                "region_width", f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}"
+                "regions", f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}"
             )
         rows = self._rows(min(len(regions), self.max_regions))
         out = {
@@ -63,19 +63,19 @@ class RegionTransform:
         if self.boxes:
             fractions = regions.fractions
             if fractions is None:
-                raise BadSample("unusable", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
+                raise BadSample("regions", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
             out["boxes"] = self._padded(fractions, rows)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if self.global_dim:
             feature = regions.global_feature
             if feature is None:
                 raise BadSample(
-                    "unusable",
+                    "regions",
                     "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does not)",
                 )
             if len(feature) != self.global_dim:
                 raise BadSample(
-                    "region_width", f"whole images have {len(feature)} channels, but the model reads {self.global_dim}"
+                    "regions", f"whole images have {len(feature)} channels, but the model reads {self.global_dim}"
                 )
             out["global"] = torch.from_numpy(feature.astype(np.float32))
         return out

@@ -163,7 +163,7 @@ def test_what_is_no_set_of_regions(image):
 def test_other_channels():
     with pytest.raises(BadSample, match="regions have 3 channels, but the model reads 7") as caught:
         RegionTransform(7)(regions(2))
-    assert caught.value.kind == "region_width"
+    assert caught.value.kind == "regions"
 
 
 def test_it_travels_to_workers():

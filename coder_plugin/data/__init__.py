@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageTextCollator", "check_location", "guess_kind", "open_source", "to_device"]
 
 #: Endings of picture files: those that Pillow registers for the formats that are read.
-PICTURES = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff"
-)
+PICTURES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 #: How data sets of the Hugging Face hub begin; shards on it begin with ``hf://``.
 HUB = ("hf:", "hf-streaming:")
 _TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "hf"}
@@ -42,7 +40,10 @@ def open_source(spec: Any, kind: str = "auto", *, split: str = "train", **option
             ``IterableDataset`` of Hugging Face's ``datasets``.
         kind: the reader; ``auto`` tells it from the spec (:func:`guess_kind`).
         split: which split, where a data set holds several.
-        options: of the reader; those that are None are ignored.
+        options: of the reader; those that are None are ignored. Several readers have ``image_root``, the folder that paths of
+            pictures are relative to; ``pictures``, False if only the captions are needed, for features from other files;
+            ``metadata``, names of further columns or fields whose values an item keeps; and ``negatives_key``, the column or
+            field of lists of hard negatives, which an image, and the data, may lack.
 
     Raises:
         CoderError: an unknown reader or option, or data that are missing or faulty.

@@ -175,8 +175,8 @@ class BadSamples:
 
     def _stop(self, last: str = "") -> None:
         few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
-        other = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
-        advice = WRONG_PATHS if self.are_all_missing else other
+        advice = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
+        advice = WRONG_PATHS if self.are_all_missing else advice
         raise CoderError(f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: {advice}")
 
 

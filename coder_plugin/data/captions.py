@@ -42,9 +42,9 @@ def open_coco(spec: str, *, split: str = "train", image_root: str | None = None,
     Args:
         spec: the file.
         split: not used, since a file holds one split.
-        image_root: folder of the pictures. Default: ``train2014`` (of ``captions_train2014.json``) in the file's folder or
-            its parent, or in an ``images`` there; else ``images``, else the file's folder.
-        pictures: False if only the captions are needed, for features from other files.
+        image_root: default: ``train2014`` (of ``captions_train2014.json``) in the file's folder or its parent, or in an
+            ``images`` there; else ``images``, else the file's folder.
+        pictures: as in :func:`~coder_plugin.data.open_source`.
 
     An image's key is its file name, its other name its id; captions are named by their ids.
 
@@ -176,14 +176,12 @@ def open_img2dataset(spec: str, *, split: str = "train", metadata: Sequence[str]
     """The reader ``img2dataset``: a folder of ``output_format="files"``: ``00000/000000000.jpg``, ``.txt`` and ``.json``.
 
     The caption is that of ``txt``, else of ``json``. Images that were not downloaded or have no picture or caption are left out
-    with a warning; one with a faulty ``json`` or ``txt`` is a bad sample.
-
-    Keys are those of img2dataset's tars, which the reader ``webdataset`` reads.
+    with a warning; one with a faulty ``json`` or ``txt`` is a bad sample. Keys are those of img2dataset's tars.
 
     Args:
         spec: the folder.
         split: not used, since a folder holds one split.
-        metadata: further fields of ``json`` whose values an item keeps; it may lack them.
+        metadata: as in :func:`~coder_plugin.data.open_source`.
 
     Raises:
         CoderError: no such folders, or no images.

@@ -17,14 +17,7 @@ _NUMBERED = re.compile(r"captions?_?\d+")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns.
-
-    Args:
-        image: the pictures; None: they are not read.
-        captions: texts or lists of texts, one column or several.
-        key: names of the images; None: the rows' numbers are.
-        negatives: lists of hard negatives; None: they are not read.
-    """
+    """Names of columns; None of those that are not read. Without a key the rows' numbers name the images."""
 
     image: str | None
     captions: tuple[str, ...]
@@ -47,7 +40,7 @@ def find_columns(
     Args:
         features: the columns' types, or a row.
         image, captions, key: names of columns; None: not given.
-        negatives: that of hard negatives, if they are read; the data may lack it.
+        negatives: that of hard negatives, which the data may lack; None: they are not read.
         pictures: whether pictures are read.
         name: of the data, for messages.
 

@@ -64,10 +64,8 @@ def open_hf(
         key_column: names of the images, numbers or texts; rows of one name are one image's captions, but in a stream they stay
             samples of their own with one id [``key``, ``image_id``, ``img_id``, ``filename``, ``file_name``, ``__key__``; else
             the number of the row is the name].
-        negatives_key: column of lists of hard negatives, which rows, and the data set, may lack. None: they are not read.
-        pictures: False if only the captions are needed, for features from other files.
+        negatives_key, pictures, metadata: as in :func:`~coder_plugin.data.open_source`.
         streaming: read shards in order as they are needed, instead of any row at any time.
-        metadata: further columns whose values an item keeps, those of its first row.
 
     Raises:
         CoderError: ``datasets`` is not installed; a data set, split or column that does not exist, or that would run code.
@@ -79,15 +77,8 @@ def open_hf(
     dataset = undecoded(dataset, name)
     features: Mapping[str, Any] = dataset.features or next(iter(dataset.take(1)), {})
     check_metadata(name, metadata, list(features))
-    columns = find_columns(
-        features,
-        image=image_column,
-        captions=caption_column,
-        key=key_column,
-        negatives=negatives_key,
-        pictures=pictures,
-        name=name,
-    )
+    named: dict[str, Any] = {"image": image_column, "captions": caption_column, "key": key_column, "negatives": negatives_key}
+    columns = find_columns(features, **named, pictures=pictures, name=name)
     if hasattr(dataset, "__len__"):
         return ItemSource(DatasetItems(dataset, columns, split=split, metadata=metadata), name=name)
     check_stream_version(name)
@@ -107,11 +98,7 @@ def is_dataset(data: Any) -> bool:
 
 
 def check_stream_version(name: str) -> None:
-    """Refuse versions of ``datasets`` whose streams lose samples when they go on from a saved state.
-
-    Raises:
-        CoderError: one older than 5.1 is installed.
-    """
+    """Raise a ``CoderError`` for versions of ``datasets`` whose streams lose samples when they go on from a saved state."""
     import datasets
 
     if Version(datasets.__version__) < Version("5.1"):
@@ -122,17 +109,7 @@ def check_stream_version(name: str) -> None:
 
 
 def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
-    """Open a data set by its name.
-
-    Args:
-        spec, split, streaming: as in :func:`open_hf`.
-
-    Returns:
-        The ``Dataset`` or ``IterableDataset``, and the number of its rows where its description has it.
-
-    Raises:
-        CoderError: as :func:`open_hf`.
-    """
+    """The ``Dataset`` or ``IterableDataset`` of a name, and the number of its rows where its description has it."""
     try:
         import datasets
     except ImportError as error:
@@ -204,11 +181,7 @@ def _reason(error: Exception) -> str:
 
 
 def undecoded(dataset: Any, name: str) -> Any:
-    """The data set without a format, its pictures as files.
-
-    Raises:
-        CoderError: it has a transform of its own.
-    """
+    """The data set without a format, its pictures as files; ``CoderError`` if it has a transform of its own."""
     import datasets
 
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
@@ -250,14 +223,7 @@ def _item(
 
 
 class DatasetItems(Sequence[Item]):
-    """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory.
-
-    Args:
-        dataset: without a format, pictures undecoded.
-        columns: which are read.
-        split: the start of the keys that are numbers of rows.
-        metadata: as in :func:`open_hf`.
-    """
+    """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory."""
 
     def __init__(self, dataset: Any, columns: Columns, *, split: str, metadata: Sequence[str] = ()) -> None:
         self._columns, self._split, self._metadata = columns, split, tuple(metadata)
@@ -269,18 +235,14 @@ class DatasetItems(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._texts) if self._groups is None else len(self._groups)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]
         numbers = [range(len(self._texts))[index]] if self._groups is None else self._groups[index]
         return self._make(numbers, [self._texts[number] for number in numbers])
 
     def __iter__(self) -> Iterator[Item]:
-        if self._groups is not None:
-            yield from (self[number] for number in range(len(self)))
-            return
-        for number, row in enumerate(self._rows()):
-            yield self._make([number], [row])
+        if self._groups is None:
+            return (self._make([number], [row]) for number, row in enumerate(self._rows()))
+        return (self[number] for number in range(len(self)))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         """The texts of all rows, many at once, which is much faster than one by one."""

@@ -65,12 +65,9 @@ def open_csv(
         split: not used, since a table holds one split.
         csv_separator: one character; None: the tab, comma, semicolon or bar that separates the named columns in the header.
         csv_img_key, csv_caption_key: names of the columns.
-        negatives_key: column of the image's hard negatives, a JSON list of texts or nothing; an image has those of all of
-            its rows. A table may lack the column ``negatives``. None: hard negatives are not read.
-        image_root: folder that the paths are relative to. Without it, and for paths that it does not have, the working
-            directory (as in open_clip), else the table's folder.
-        pictures: False if only the captions are needed, for features from other files.
-        metadata: further columns whose values an item keeps, those of its first row.
+        negatives_key: column of JSON lists of texts; an image has those of all of its rows. Only ``negatives`` may be absent.
+        image_root: for paths that it does not have, the working directory (as in open_clip), else the table's folder.
+        pictures, metadata: as in :func:`~coder_plugin.data.open_source`; an item keeps the values of its first row.
 
     An image's key is its path, its other name the file name without ending. A row of another length, without an image or with
     an empty caption, or with faulty hard negatives, makes its image a bad sample.
@@ -147,11 +144,7 @@ def _check_columns(spec: str, columns: Sequence[str], separator: str, needed: di
 
 
 def check_metadata(spec: str, metadata: Sequence[str], columns: Sequence[str]) -> None:
-    """Check that a table has the columns that are to be kept.
-
-    Raises:
-        CoderError: it lacks one; names those that it has.
-    """
+    """Raise a ``CoderError`` if a table lacks a column that is to be kept."""
     if missing := [name for name in metadata if name not in columns]:
         raise CoderError(f"{spec}: no column {missing[0]!r} (--columns); its columns are: {', '.join(map(repr, columns))}")
 
@@ -167,7 +160,7 @@ _noted = {"\t"}
 
 
 def _note_separator(spec: str, separator: str) -> None:
-    """Log a separator that was detected, once for all tables that have it: a command opens several, and some twice."""
+    """Log a separator that was detected, once: a command opens several tables, and some twice."""
     if separator not in _noted:
         _noted.add(separator)
         log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
@@ -228,11 +221,9 @@ def open_karpathy(
     Args:
         spec: the file.
         split: ``train``, ``val`` or ``test``.
-        image_root: folder of the pictures (default: ``images`` in the file's folder, else that folder); COCO's ``filepath``
-            is relative to it.
+        image_root: default: ``images`` in the file's folder, else that folder. COCO's ``filepath`` is relative to it.
         restval: whether ``train`` includes COCO's split ``restval``, as usual.
-        pictures: False if only the captions are needed, for features from other files.
-        metadata: further fields of an image whose values an item keeps; one may lack them.
+        pictures, metadata: as in :func:`~coder_plugin.data.open_source`.
 
     An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``. An
     image without a file name or with faulty captions is a bad sample.

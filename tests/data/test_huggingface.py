@@ -19,6 +19,7 @@ from coder_plugin import Callback, Trainer, distributed
 from coder_plugin.cli import main
 from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
@@ -179,8 +180,11 @@ def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):
     forms = [{"bytes": png(7), "path": "else.png"}, {"bytes": None, "path": str(path)}, png(7), str(path), Image.open(path)]
     for form in forms:
         assert open_picture(form).getpixel((0, 0)) == (7, 0, 0) and open_picture(form).mode == "RGB"
+    set_max_pixels(15)
+    for form in forms:
         with pytest.raises(ValueError, match="4 x 4 pixels are more than the 15"):
-            open_picture(form, max_pixels=15)
+            open_picture(form)
+    set_max_pixels(None)
     for form, words in [(None, "no picture"), ("", "no picture"), (5, "no picture but a int")]:
         with pytest.raises(ValueError, match=words):
             open_picture(form)

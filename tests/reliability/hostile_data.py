@@ -232,7 +232,7 @@ TARS = [
     ),
     skipped(
         "tar-two-files-of-a-name",
-        "duplicate",
+        "file",
         lambda folder, _: shard(
             folder,
             special=lambda tar: [
@@ -267,9 +267,9 @@ TARS = [
 TEXTS = [
     skipped(f"sample-{name}", kind, lambda folder, _, sample=sample: shard(folder, {"png": picture(), **sample}))
     for name, kind, sample in (
-        ("json-broken", "json", {"json": b'{"captions": ["a'}),
-        ("json-deep", "json", {"json": b'{"captions":' + b"[" * 100_000}),
-        ("json-of-numbers-too-long", "json", {"json": b'{"image_id": ' + b"9" * 100_000 + b', "captions": ["a"]}'}),
+        ("json-broken", "caption", {"json": b'{"captions": ["a'}),
+        ("json-deep", "caption", {"json": b'{"captions":' + b"[" * 100_000}),
+        ("json-of-numbers-too-long", "caption", {"json": b'{"image_id": ' + b"9" * 100_000 + b', "captions": ["a"]}'}),
         ("captions-no-list", "caption", {"json": b'{"captions": {"0": "a"}}'}),
         ("captions-of-no-text", "caption", {"json": b'{"captions": [null, 3]}'}),
         ("captions-none", "caption", {"json": b'{"captions": []}'}),

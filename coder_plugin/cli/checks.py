@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coder_plugin.backbones.names import check_model_name
 from coder_plugin.config import merge
 from coder_plugin.data import HUB, check_location, guess_kind
 from coder_plugin.errors import CoderError, did_you_mean
-from coder_plugin.locations import is_local
+from coder_plugin.locations import MOST_SHARDS
 from coder_plugin.objective import check_names
 from coder_plugin.registry import list_plugins, names
 
@@ -110,7 +111,7 @@ def _files(spec: str, kind: str) -> dict[Any, str]:
     files: dict[Any, str] = {}
     for part in spec.split("::"):
         try:
-            patterns = list(braceexpand(part)) if is_local(part) else [part]
+            patterns = list(islice(braceexpand(part), MOST_SHARDS))
         except ValueError:  # unbalanced braces, which the reader reports
             patterns = [part]
         for pattern in patterns:

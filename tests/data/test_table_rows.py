@@ -58,7 +58,8 @@ def test_a_quote_that_is_never_closed_loses_no_row(tmp_path, caplog, separator, 
     stray = [n for n, text in quoted.items() if text.startswith('"')]
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == bool(stray)
-    assert not stray or f"line {stray[0] + 2}: a quote that is never closed is read as a character ({len(stray)} such" in said[0]
+    if stray:
+        assert f"line {stray[0] + 2}: a quote that is never closed is read as a character ({len(stray)} such" in said[0]
 
 
 def test_a_quote_in_a_long_table_is_found_before_csv_gives_up(tmp_path):

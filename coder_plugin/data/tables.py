@@ -160,8 +160,7 @@ _noted = {"\t"}
 
 
 def _note_separator(spec: str, separator: str) -> None:
-    """Log a separator that was detected, once: a command opens several tables, and some twice."""
-    if separator not in _noted:
+    if separator not in _noted:  # once: a command opens several tables, and some twice
         _noted.add(separator)
         log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
 
@@ -190,19 +189,16 @@ def detect_separator(header: str, columns: Sequence[str]) -> str:
 
 def describe_bytes(spec: str) -> str:
     """Where a file stops being UTF-8, and how to convert it."""
-    number, line, start = 1, b"", 0
-    with open_regular(spec, "rb") as file:
-        for line in file:
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                start = error.start
-                break
-            number += 1
-    encoding = "utf-16" if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    content, start = Path(spec).read_bytes(), 0
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = error.start
+    line, byte = content.count(b"\n", 0, start) + 1, start - content.rfind(b"\n", 0, start)
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
     output = shlex.quote(str(Path(spec).with_suffix(f".utf8{Path(spec).suffix}")))
     return (
-        f"line {number}, byte {start + 1} (0x{line[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
+        f"line {line}, byte {byte} (0x{content[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
         f"{encoding} with: iconv -f {encoding} -t utf-8 {shlex.quote(spec)} > {output}"
     )
 

@@ -172,15 +172,16 @@ def _has(folder: str, pattern: str) -> bool:
 def _folder_kind(spec: str) -> str:
     from coder_plugin.errors import CoderError
 
-    for kind, patterns in _FOLDERS.items():
-        if any(_has(spec, pattern) for pattern in patterns):
-            if kind == "hf" and _has(spec, "*.tar"):
-                break  # the table beside shards only lists them
-            if kind == "hf" and _has(spec, "*.tfrecord"):
-                raise CoderError(f"{spec}: tfrecord files are not read: write shards (img2dataset --output_format webdataset)")
-            return kind
-    if _has(spec, "*.tar"):
-        raise CoderError(f"{spec}: a folder of shards: give those of this split, such as '{spec}/*.tar'")
+    kind = next((kind for kind, patterns in _FOLDERS.items() if any(_has(spec, pattern) for pattern in patterns)), None)
+    if kind and kind != "hf":
+        return kind
+    for shards in ("*.tar", "*/*.tar"):  # Parquet files beside them only list what they hold
+        if _has(spec, shards):
+            raise CoderError(f"{spec}: a folder of shards: give those of this split, such as '{spec}/{shards}'")
+    if kind and _has(spec, "*.tfrecord"):
+        raise CoderError(f"{spec}: tfrecord files are not read: write shards (img2dataset --output_format webdataset)")
+    if kind:
+        return kind
     inside = islice(os.walk(spec), 20)  # also in subfolders, but not all of a large tree
     if any(name.lower().endswith(PICTURES) for _, _, names in inside for name in names):
         raise CoderError(

@@ -44,6 +44,14 @@ def read_rows(file: Iterable[str], separator: str, image: str, *, name: str = "t
     def ending(row: list[str]) -> str:
         return PurePath(row[columns.index(image)]).suffix if image in columns and len(row) == len(columns) else ""
 
+    def is_closed(row: list[str], plain: list[str], taken: list[str]) -> bool:
+        inner = [next(csv.reader([each], delimiter=separator)) for each in taken[1:]]
+        endings = [ending(each) for each in inner if columns and len(each) == len(columns)]
+        own = ending(plain) or ending(row)
+        if taken[-1] and endings and not own:
+            doubtful.append(number)
+        return bool(taken[-1]) and (not own or own not in endings)
+
     number = 1
     while line := again.popleft() if again else next(lines, ""):
         row = plain = line.rstrip("\r\n").split(separator)
@@ -52,12 +60,7 @@ def read_rows(file: Iterable[str], separator: str, image: str, *, name: str = "t
             again.appendleft(line)
             try:
                 row = next(csv.reader(take(taken), delimiter=separator))
-                inner = [next(csv.reader([each], delimiter=separator)) for each in taken[1:]]
-                endings = [ending(each) for each in inner if columns and len(each) == len(columns)]
-                own = ending(plain) or ending(row)
-                closed = bool(taken[-1]) and (not own or own not in endings)
-                if closed and endings and not own:
-                    doubtful.append(number)
+                closed = len(taken) == 1 or is_closed(row, plain, taken)
             except csv.Error:  # a field that is longer than csv allows
                 closed = False
             if not closed:

@@ -386,6 +386,9 @@ def test_the_folder_that_img2dataset_writes_is_its_shards_and_not_the_table_besi
     mixed = str(tmp_path / "e")
     assert f"a folder of shards: give those of this split, such as '{mixed}/*.tar'" in fault(guess_kind, mixed)
     assert open_source(mixed, "webdataset").samples("draw") == 1
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "e").rename(tmp_path / "parts/0")
+    assert "such as '" + str(tmp_path / "parts/*/*.tar") in fault(guess_kind, str(tmp_path / "parts"))
     (tmp_path / "f").mkdir()
     for name in ("00000.parquet", "00000.tfrecord"):
         (tmp_path / "f" / name).touch()

@@ -30,6 +30,7 @@ def test_16_bits_become_8_by_257(dtype, kind):
     values = [0, 127, 129, 257, 4095, 32768, 65535]
     decoded = np.asarray(decode_image(grey(*values, dtype=dtype, kind=kind)))
     assert decoded[0, :, 0].tolist() == [0, 0, 1, 1, 16, 128, 255] and (decoded == decoded[..., :1]).all()
+    assert np.asarray(decode_image(grey(0, 255, dtype=dtype, kind=kind)))[0, :, 0].tolist() == [0, 1]  # dark stays dark
 
 
 @pytest.mark.parametrize(

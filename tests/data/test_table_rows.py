@@ -84,6 +84,8 @@ def test_where_the_images_have_no_ending_lines_that_may_be_rows_are_named(caplog
     caplog.clear()
     assert len(rows(table(6, {1: '"one'}, name="image{}"))) == 1 + 6
     assert "line 3: a quote that is never closed" in caplog.text and "may be rows" not in caplog.text
+    caplog.clear()
+    assert len(rows(table(6, {1: '"one\ntwo\nthree"'}, name="image{}"))) == 1 + 6 and not caplog.records
 
 
 def test_the_captions_may_be_the_first_column(caplog):

@@ -374,7 +374,7 @@ TABLES = [
     skipped("csv-nul-in-a-path", "file", lambda folder, _: table(folder, "c\0.png\ta dog"), "t.csv", 2),
     skipped("csv-row-too-short", "caption", lambda folder, _: table(folder, "c.png"), "t.csv", 2),
     skipped("csv-escapes-in-names", "missing", lambda folder, _: table(folder, "\x1b]0;x\x07.png\ta dog"), "t.csv", 2),
-    refused("csv-enormous-field", lambda folder, _: table(folder, f"c.png\t{'a' * 10_000_000}"), "t.csv", spec="t.csv"),
+    skipped("csv-enormous-field", "caption", lambda folder, _: table(folder, f"c.png\t{'a' * 10_000_000}"), "t.csv", 2),
     refused(
         "csv-is-binary",
         lambda folder, _: (folder / "t.csv").write_bytes(os.urandom(9999) + b"\xff"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from braceexpand import braceexpand
+
 from coder_plugin.backbones.names import check_model_name
 from coder_plugin.config import merge
-from coder_plugin.data import check_location, guess_kind
+from coder_plugin.data import HUB, check_location, guess_kind
 from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.locations import MOST_SHARDS
 from coder_plugin.objective import check_names
 from coder_plugin.registry import list_plugins, names
 
@@ -22,6 +28,8 @@ FILES = (
 )
 #: Files of weights; anything else that ``--pretrained`` names may be a tag of open_clip.
 _WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
+
+log = logging.getLogger(__name__)
 
 
 def check_options(
@@ -62,6 +70,8 @@ def check_options(
                 check_data(options[name], flag=flag, kind=kind)
             else:
                 check_exists(options[name], flag=flag)
+    if {"train_data", "val_data"} <= {*options} & {*reads}:
+        _warn_of_shared_files(options["train_data"], options["val_data"], kind)
     weights = options.get("pretrained")
     if weights is not None and (os.sep in weights or _WEIGHTS.search(weights)):
         check_exists(weights, flag="--pretrained")
@@ -80,6 +90,38 @@ def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
             guess_kind(spec)
     except CoderError as error:
         raise CoderError(f"{flag} {error}") from error
+
+
+def _warn_of_shared_files(train: str, val: str, kind: str) -> None:
+    """Warn where validation data are training data, by whatever name or link."""
+    training, validation = (_files(each, guess_kind(each) if kind == "auto" else kind) for each in (train, val))
+    if shared := [name for file, name in validation.items() if file in training]:
+        log.warning(
+            "--val-data %s: %d of %d files are also in --train-data, such as %s: recall on them is not that on new images",
+            val, len(shared), len(validation), shared[0],
+        )
+
+
+def _files(spec: str, kind: str) -> dict[Any, str]:
+    """The files of data that have one split: names by device and number, which links share, or of remote ones by name."""
+    if kind not in ("caps", "coco", "csv", "hf", "hf-streaming", "img2dataset", "webdataset"):
+        return {}
+    if spec.startswith(HUB) and not spec.startswith("hf://"):
+        return {spec: spec} if spec.count(":") > 1 else {}  # with its split
+    files: dict[Any, str] = {}
+    for part in spec.split("::"):
+        try:
+            patterns = list(islice(braceexpand(part), MOST_SHARDS))
+        except ValueError:  # unbalanced braces, which the reader reports
+            patterns = [part]
+        for pattern in patterns:
+            path = re.sub("^file:(//)?", "", pattern)
+            for name in sorted(glob.glob(path)) or [pattern]:
+                inside = os.path.isdir(name) and kind != "img2dataset"  # of others only shards have one split
+                for each in glob.glob(os.path.join(glob.escape(name), "*.tar")) if inside else [name]:
+                    status = os.stat(each) if os.path.exists(each) else None
+                    files[each if status is None else (status.st_dev, status.st_ino)] = each
+    return files
 
 
 def reads_files(kind: str) -> bool:

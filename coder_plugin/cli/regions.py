@@ -88,13 +88,14 @@ def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_exists
 
     check_exists(arguments.images, flag="IMAGES")
+    from coder_plugin.data.decode import set_max_pixels
     from coder_plugin.data.from_config import reading_options
     from coder_plugin.data.pictures import is_pictures
 
     config = _reading_config(arguments)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
-    pixels: dict[str, Any] = {"max_pixels": config.data.max_image_pixels}
-    reading = pixels if bare else reading_options(config.data, arguments.images)
+    set_max_pixels(config.data.max_image_pixels)
+    reading = {} if bare else reading_options(config.data, arguments.images)
     try:
         echo(extract_command(arguments, **reading))
     except KeyboardInterrupt:
@@ -105,7 +106,7 @@ def _extract(arguments: argparse.Namespace) -> int:
 def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
     """Extract what the arguments ask for; returns the report.
 
-    ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``images`` …
+    ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``image_root`` …
     """
     from coder_plugin.data.pictures import open_images
     from coder_plugin.detectors.extract import extract_regions

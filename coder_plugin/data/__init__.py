@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import inspect
+import os
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -13,11 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageTextCollator", "check_location", "guess_kind", "open_source", "to_device"]
 
-#: Endings of picture files.
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "hf"}
+#: Endings of picture files: those that Pillow registers for the formats that are read.
+PICTURES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 #: How data sets of the Hugging Face hub begin; shards on it begin with ``hf://``.
 HUB = ("hf:", "hf-streaming:")
+_TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "hf"}
+#: What a folder of each layout has, in the order in which they are looked for.
+_FOLDERS = {
+    "webdataset": ("nshards.txt", "*/nshards.txt", "[0-9]*.tar"),  # CLIP_benchmark's, and img2dataset's
+    "precomp": ("*_ims.npy", "precomp/*_ims.npy"),
+    "img2dataset": ("[0-9]*/[0-9]*.json", "[0-9]*/[0-9]*.txt"),
+    "hf": ("state.json", "dataset_dict.json", "metadata.csv", "metadata.jsonl", "*.parquet", "*/*.parquet"),
+}
 _PATTERN = "{*?["
 _PEEK = 65536  # bytes: COCO's files have tens of megabytes
 
@@ -30,7 +40,10 @@ def open_source(spec: Any, kind: str = "auto", *, split: str = "train", **option
             ``IterableDataset`` of Hugging Face's ``datasets``.
         kind: the reader; ``auto`` tells it from the spec (:func:`guess_kind`).
         split: which split, where a data set holds several.
-        options: of the reader; those that are None are ignored.
+        options: of the reader; those that are None are ignored. Several readers have ``image_root``, the folder that paths of
+            pictures are relative to; ``pictures``, False if only the captions are needed, for features from other files;
+            ``metadata``, names of further columns or fields whose values an item keeps; and ``negatives_key``, the column or
+            field of lists of hard negatives, which an image, and the data, may lack.
 
     Raises:
         CoderError: an unknown reader or option, or data that are missing or faulty.
@@ -41,17 +54,39 @@ def open_source(spec: Any, kind: str = "auto", *, split: str = "train", **option
         [5, 5, 5]
     """
     from coder_plugin.data.source import ItemSource
+    from coder_plugin.errors import CoderError
     from coder_plugin.registry import load
 
     if kind == "auto":
         kind = guess_kind(spec) if isinstance(spec, str) else "hf"
-    reader: Any = load("readers", kind)
     options = {name: value for name, value in options.items() if value is not None}
-    _check_options(kind, reader, options)
+    allowed = reader_options(kind)
+    for name in options:
+        if allowed is not None and name not in allowed:
+            raise CoderError(f"reader {kind!r} has no option {name!r}; it has: {', '.join(allowed) or 'none'}")
+    if kind == "webdataset" and os.path.isdir(spec) and not _has(spec, "nshards.txt") and _has(spec, "*.tar"):
+        spec = os.path.join(glob.escape(spec), "*.tar")
+    reader: Any = load("readers", kind)
     source = reader(split, **options) if kind == "scenes" else reader(spec, split=split, **options)
     if isinstance(source, Sequence):
         return ItemSource(source, name=f"scenes ({split})" if kind == "scenes" else spec)
     return source
+
+
+def reader_options(kind: str) -> tuple[str, ...] | None:
+    """The options of a reader, which are its keyword-only arguments; None: it takes any.
+
+    Example:
+        >>> reader_options("caps")
+        ('captions_per_image',)
+    """
+    from coder_plugin.registry import load
+
+    reader: Any = load("readers", kind)
+    parameters = inspect.signature(reader).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "split")
 
 
 def guess_kind(spec: str) -> str:
@@ -64,10 +99,9 @@ def guess_kind(spec: str) -> str:
         >>> guess_kind("train-{000000..000005}.tar"), guess_kind("captions.csv")
         ('webdataset', 'csv')
     """
-    import os
-
     from coder_plugin.errors import CoderError
 
+    name = spec.lower()
     if spec == "scenes":
         return "scenes"
     if spec.startswith(HUB) and not spec.startswith("hf://"):
@@ -77,14 +111,14 @@ def guess_kind(spec: str) -> str:
     if os.path.isdir(spec):
         return _folder_kind(spec)
     for ending, kind in _TABLES.items():
-        if spec.lower().endswith(ending):
+        if name.endswith(ending):
             return kind
-    if spec.lower().endswith(".json"):
+    if name.endswith(".json"):
         return _json_kind(spec)
-    if ".tar" in spec.lower() or any(sign in spec for sign in _PATTERN):
+    if ".tar" in name or any(sign in spec for sign in _PATTERN):
         return "webdataset"
     check_location(spec)
-    if spec.lower().endswith(PICTURES):
+    if name.endswith(PICTURES):
         raise CoderError(f"{spec} is one picture: give the folder that it is in, or a .csv of pictures and captions")
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
@@ -102,20 +136,22 @@ def check_location(spec: str) -> None:
     Raises:
         CoderError: no such file or folder; names the most similar one beside it.
     """
-    import os
-
     from coder_plugin.errors import CoderError, did_you_mean
 
-    marks = ("<", "pipe:", "file:", *HUB)
-    if spec == "scenes" or spec.startswith(marks) or "::" in spec or "://" in spec or any(sign in spec for sign in _PATTERN):
-        return
-    if os.path.exists(spec):
+    if not is_path(spec) or os.path.exists(spec):
         return
     folder, name = os.path.split(os.path.abspath(spec))
     if not os.path.isdir(folder):
         raise CoderError(f"{spec}: no such file or folder; there is no folder {folder} either")
     hint = did_you_mean(name, sorted(os.listdir(folder))[:10_000], folder=os.path.dirname(spec.rstrip(os.sep)))
     raise CoderError(f"{spec}: no such file or folder{hint}")
+
+
+def is_path(spec: str) -> bool:
+    """Whether a data set's name is one path on this machine: no pattern, address, command or built-in data set."""
+    marks = ("<", "pipe:", "file:", *HUB)
+    patterned = any(sign in spec for sign in ("::", "://", *_PATTERN))
+    return spec != "scenes" and not spec.startswith(marks) and not patterned
 
 
 def _json_kind(spec: str) -> str:
@@ -129,23 +165,23 @@ def _json_kind(spec: str) -> str:
     return "coco" if coco and b'"sentences"' not in start else "karpathy"
 
 
-def _folder_kind(spec: str) -> str:
-    import glob
-    import os
+def _has(folder: str, pattern: str) -> bool:
+    return next(glob.iglob(os.path.join(glob.escape(folder), pattern)), None) is not None
 
+
+def _folder_kind(spec: str) -> str:
     from coder_plugin.errors import CoderError
 
-    def has(pattern: str) -> bool:
-        return next(glob.iglob(os.path.join(glob.escape(spec), pattern)), None) is not None
-
-    if has("nshards.txt") or has("*/nshards.txt"):
-        return "webdataset"
-    if has("*_ims.npy") or has("precomp/*_ims.npy"):
-        return "precomp"
-    if has("[0-9]*/[0-9]*.json") or has("[0-9]*/[0-9]*.txt"):
-        return "img2dataset"
-    if any(map(has, ("state.json", "dataset_dict.json", "metadata.csv", "metadata.jsonl", "*.parquet", "*/*.parquet"))):
-        return "hf"  # save_to_disk's, pictures with a table of captions, or Parquet files
+    kind = next((kind for kind, patterns in _FOLDERS.items() if any(_has(spec, pattern) for pattern in patterns)), None)
+    if kind and kind != "hf":
+        return kind
+    for shards in ("*.tar", "*/*.tar"):  # Parquet files beside them only list what they hold
+        if _has(spec, shards):
+            raise CoderError(f"{spec}: a folder of shards: give those of this split, such as '{spec}/{shards}'")
+    if kind and _has(spec, "*.tfrecord"):
+        raise CoderError(f"{spec}: tfrecord files are not read: write shards (img2dataset --output_format webdataset)")
+    if kind:
+        return kind
     inside = islice(os.walk(spec), 20)  # also in subfolders, but not all of a large tree
     if any(name.lower().endswith(PICTURES) for _, _, names in inside for name in names):
         raise CoderError(
@@ -155,23 +191,9 @@ def _folder_kind(spec: str) -> str:
         )
     raise CoderError(
         f"cannot tell what kind of data the folder {spec!r} holds: neither SCAN's (train_ims.npy), CLIP_benchmark's "
-        "(nshards.txt), img2dataset's (00000/000000000.txt) nor Hugging Face datasets' files (state.json, .parquet); for "
-        f"shards, give '{spec}/*.tar'"
+        "(nshards.txt), img2dataset's (00000.tar or 00000/000000000.txt) nor Hugging Face datasets' files (state.json, "
+        f".parquet); for shards, give '{spec}/*.tar'"
     )
-
-
-def _check_options(kind: str, reader: Any, options: dict[str, Any]) -> None:
-    import inspect
-
-    from coder_plugin.errors import CoderError
-
-    parameters = inspect.signature(reader).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
-    allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "split"]
-    for name in options:
-        if name not in allowed:
-            raise CoderError(f"reader {kind!r} has no option {name!r}; it has: {', '.join(allowed) or 'none'}")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,21 +10,13 @@ from typing import Any
 
 from coder_plugin.errors import CoderError
 
-#: Kinds of faults, and what each means.
+#: Kinds of bad samples, and what each means.
 KINDS = {
-    "picture": "a picture that is damaged or of a format that is not read",
-    "picture_size": "a picture of more pixels than --max-image-pixels",
-    "missing": "a picture's file that does not exist",
-    "file": "a file that cannot be opened, or a sample without an image",
-    "file_size": "a file in a shard, or an array, that is larger than any sample's should be",
-    "json": "JSON that is broken or nested too deep",
-    "caption": "no caption, an empty one, or one that is not text",
-    "negative": "hard negatives that are not a list of texts, or an empty one among them",
-    "regions": "region features that are missing, damaged, not finite, or of another shape or dtype",
-    "region_width": "region features of another width than the model reads",
-    "duplicate": "two files of one name in a sample",
-    "unusable": "an image that lacks what the model reads",
-    "image": "an image that a reader of another package refuses",
+    "missing": "the picture's file does not exist",
+    "picture": "the picture is damaged, of a format that is not read, or has more pixels than --max-image-pixels",
+    "caption": "captions, hard negatives or JSON that cannot be used",
+    "regions": "region features that are missing, damaged, or not as the model reads them",
+    "file": "a file that cannot be opened, is too large, or occurs twice in the sample; or the sample has no image",
 }
 #: Samples that must be read before their rate is judged, except where the data end earlier.
 ENOUGH = 1000
@@ -59,7 +51,7 @@ class BadSample(ValueError):
         return self.reason
 
 
-#: A sample that was left out: its kind of fault, its key, and the reason.
+#: A sample that was left out: its kind, its key, and the reason.
 Bad = tuple[str, str, str]
 
 
@@ -72,7 +64,7 @@ def describe(key: str, error: BaseException) -> Bad:
     """
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.filename is not None:
         return "missing", key, shorten(f"not found: {str(error.filename)!r}")
-    kind = error.kind if isinstance(error, BadSample) else "file" if isinstance(error, OSError) else "image"
+    kind = error.kind if isinstance(error, BadSample) else "file" if isinstance(error, OSError) else "picture"
     return kind, key, shorten(" ".join(str(error).split()) or type(error).__name__)
 
 
@@ -152,7 +144,7 @@ class BadSamples:
             self._log(kind, key, reason)
             limit = allowed(self.rate, self.read)
             if len(self) > limit + 4 * math.sqrt(limit):
-                self._stop(kind, key, reason)
+                self._stop(f"; the last one: {shorten(key)!r} ({kind}): {reason}")
 
     def finish(self) -> None:
         """Judge the rate at the end of the pass."""
@@ -186,19 +178,16 @@ class BadSamples:
         more = "; further ones of this kind are only counted" if len(named) == _SHOWN else ""
         log.warning("%s: skipped sample %r (%s): %s%s", self.name, shorten(key), kind, reason, more)
 
-    def _stop(self, kind: str = "", key: str = "", reason: str = "") -> None:
-        last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
+    def _stop(self, last: str = "") -> None:
         few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
-        other = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
-        advice = self.missing_advice or other
+        advice = self.missing_advice or "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
         raise CoderError(f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: {advice}")
 
 
 def total(parts: Iterable[BadSamples]) -> BadSamples:
     """The counts of several ranks' shares of the same data as one."""
-    parts = list(parts)
-    whole = BadSamples(parts[0].name, parts[0].rate, reads_regions=parts[0].reads_regions)
-    for part in parts:
-        whole.read += part.read
-        whole.kinds += part.kinds
+    first, *others = parts
+    whole = BadSamples(first.name, first.rate, reads_regions=first.reads_regions)
+    for part in (first, *others):
+        whole.restore(part.state())
     return whole

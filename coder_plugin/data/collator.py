@@ -28,8 +28,7 @@ class ImageTextCollator:
         columns: the names of picture, caption and key in pairs that are dicts, such as rows of a Hugging Face data set.
 
     Raises:
-        CoderError: when it is called, a dict without one of the columns, another number of values, a caption that is no text,
-            or a path that the transform does not read.
+        CoderError: when it is called, pairs of another form, or paths that the transform does not read.
 
     Example:
         >>> collate = ImageTextCollator(
@@ -71,14 +70,15 @@ class ImageTextCollator:
                 raise CoderError(f"a pair is a {type(pair).__name__}{size}: make it (picture, caption, key); the key is {_KEY}")
             return tuple(pair)
         missing = [column for column in self._columns if column not in pair]
-        if missing:
-            present = f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}"
-            if missing == [self._columns[2]]:
-                raise CoderError(f"{present}: add it ({_KEY}), or name the column that holds it, {self._named()}")
-            dropped = set(pair) <= {"image", "text", "image_id"}  # what transformers' Trainer keeps for the model
-            hint = "; with a Trainer of transformers give TrainingArguments(remove_unused_columns=False)" if dropped else ""
-            raise CoderError(f"{present}: name the columns of picture, caption and key, {self._named()}{hint}")
-        return tuple(pair[column] for column in self._columns)
+        if not missing:
+            return tuple(pair[column] for column in self._columns)
+        present = f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}"
+        named = f"as in ImageTextCollator(..., columns={self._columns})"
+        if missing == [self._columns[2]]:
+            raise CoderError(f"{present}: add it ({_KEY}), or name the column that holds it, {named}")
+        dropped = set(pair) <= {"image", "text", "image_id"}  # what transformers' Trainer keeps for the model
+        hint = "; with a Trainer of transformers give TrainingArguments(remove_unused_columns=False)" if dropped else ""
+        raise CoderError(f"{present}: name the columns of picture, caption and key, {named}{hint}")
 
     def _transformed(self, image: Any) -> Any:
         try:
@@ -90,6 +90,3 @@ class ImageTextCollator:
                 f"the transform does not read a {type(image).__name__}: open the picture (PIL.Image.open), or cast "
                 "the column of a Hugging Face data set: dataset.cast_column('image', datasets.Image())"
             ) from error
-
-    def _named(self) -> str:
-        return f"as in ImageTextCollator(..., columns={self._columns})"

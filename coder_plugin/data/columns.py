@@ -17,14 +17,7 @@ _NUMBERED = re.compile(r"captions?_?\d+")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns.
-
-    Args:
-        image: the pictures; None: they are not read.
-        captions: texts or lists of texts, one column or several.
-        key: names of the images; None: the rows' numbers are.
-        negatives: lists of hard negatives; None: they are not read.
-    """
+    """Names of columns; None of those that are not read. Without a key the rows' numbers name the images."""
 
     image: str | None
     captions: tuple[str, ...]
@@ -47,7 +40,7 @@ def find_columns(
     Args:
         features: the columns' types, or a row.
         image, captions, key: names of columns; None: not given.
-        negatives: that of hard negatives, if they are read; the data may lack it.
+        negatives: that of hard negatives, which the data may lack; None: they are not read.
         pictures: whether pictures are read.
         name: of the data, for messages.
 
@@ -61,30 +54,26 @@ def find_columns(
         ('caption_0', 'caption_1')
     """
     columns = list(features)
-    named = [("--image-column", [image] if image else []), ("--caption-column", captions or [])]
-    for flag, names in [*named, ("--key-column", [key] if key else [])]:
+    listed = f"; its columns are: {', '.join(map(repr, columns)) or 'none'}"
+    for flag, names in (("--image-column", [image]), ("--caption-column", captions or []), ("--key-column", [key])):
         for each in names:
-            if each not in columns:
-                raise CoderError(f"{name}: no column {each!r} ({flag}){did_you_mean(each, columns)}{_listed(columns)}")
-    if image is None and pictures:
+            if each and each not in columns:
+                raise CoderError(f"{name}: no column {each!r} ({flag}){did_you_mean(each, columns)}{listed}")
+    if pictures and image is None:
         typed = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
         image = _first(_IMAGES, typed) or (typed[0] if len(typed) == 1 else _first(_IMAGES, columns))
         if image is None:
             reason = f"several columns of pictures: {', '.join(typed)}" if typed else "no column of pictures"
-            raise CoderError(f"{name}: {reason}: name one (--image-column){_listed(columns)}")
+            raise CoderError(f"{name}: {reason}: name one (--image-column){listed}")
     if not captions:
-        numbered = sorted(filter(_NUMBERED.fullmatch, columns), key=lambda column: (len(column), column))
         usual = _first(_CAPTIONS, columns)
+        numbered = sorted(filter(_NUMBERED.fullmatch, columns), key=lambda column: (len(column), column))
         captions = [usual] if usual else numbered
         if not captions:
-            raise CoderError(f"{name}: no column of captions: name one or several (--caption-column){_listed(columns)}")
-    key = key or _first(_KEYS, columns)
-    return Columns(image if pictures else None, tuple(captions), key, negatives if negatives in columns else None)
+            raise CoderError(f"{name}: no column of captions: name one or several (--caption-column){listed}")
+    has_negatives = negatives if negatives in columns else None
+    return Columns(image if pictures else None, tuple(captions), key or _first(_KEYS, columns), has_negatives)
 
 
 def _first(names: Iterable[str], columns: Sequence[str]) -> str | None:
     return next((each for each in names if each in columns), None)
-
-
-def _listed(columns: Sequence[str]) -> str:
-    return f"; its columns are: {', '.join(map(repr, columns)) or 'none'}"

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from coder_plugin.config import DataConfig
-from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data import guess_kind, open_source, reader_options
 from coder_plugin.data.bad_samples import BadSamples, describe
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives, read_negatives
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
@@ -19,27 +20,10 @@ from coder_plugin.locations import check_local
 
 log = logging.getLogger(__name__)
 
-_PIXELS = {"max_image_pixels": "max_pixels"}
-_COLUMNS = {name: name for name in ("image_column", "caption_column", "key_column")}
-#: The options that each reader takes, and their names as its arguments; a third-party reader takes all of them.
-_READER_OPTIONS = {
-    "caps": {},
-    "coco": {"image_root": "images", **_PIXELS},
-    "csv": {
-        **{name: name for name in ("csv_separator", "csv_img_key", "csv_caption_key")}, "image_root": "images", **_PIXELS
-    },
-    "hf": {**_COLUMNS, **_PIXELS},
-    "hf-streaming": {**_COLUMNS, **_PIXELS},
-    "img2dataset": _PIXELS,
-    "karpathy": {"image_root": "images", **_PIXELS},
-    "precomp": {},
-    "webdataset": _PIXELS,
-    "scenes": {},
-}
-#: Readers that can keep further columns or fields of an image.
-_METADATA_READERS = ("csv", "hf", "hf-streaming", "img2dataset", "karpathy", "webdataset")
-#: Readers that check for picture files, which are not needed where regions take the pictures' place.
-_PICTURE_READERS = ("coco", "csv", "hf", "hf-streaming", "karpathy")
+#: Options of readers that have the names of fields of :class:`~coder_plugin.config.DataConfig`.
+_READING = (
+    "csv_separator", "csv_img_key", "csv_caption_key", "image_root", "image_column", "caption_column", "key_column"
+)
 
 
 def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: Sequence[str] = ()) -> Any | None:
@@ -70,16 +54,16 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
     elif config.on_scenes:  # train on scenes, evaluate on other data
         kind = "auto"
     options = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
+    kind = options["kind"]
     if split == "train" and config.hard_negatives:
-        options.update(_negatives_options(config, options["kind"]))
+        options.update(_negatives_options(config, kind))
     if split == "train" and config.dataset_resampled:
-        if options["kind"] in _READER_OPTIONS and options["kind"] != "webdataset":
-            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {options['kind']!r}")
+        if not _takes(kind, "resampled"):
+            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {kind!r}")
         options["resampled"] = True
     if metadata:
-        if options["kind"] in _READER_OPTIONS and options["kind"] not in _METADATA_READERS:
-            known = ", ".join(_METADATA_READERS)
-            raise CoderError(f"--columns: {spec} is read by {options['kind']!r}, which keeps no further columns; {known} do")
+        if not _takes(kind, "metadata"):
+            raise CoderError(f"--columns: {spec} is read by {kind!r}, which keeps no further columns")
         options["metadata"] = list(metadata)
     source = open_source(spec, split=split, **options)
     return join_regions(source, config, split=split) if join and config.regions is not None else source
@@ -127,22 +111,25 @@ def reading_options(config: DataConfig, spec: str, *, pictures: bool = True) -> 
         CoderError: a location from a file that runs a command or fetches.
     """
     check_local(spec)
+    set_max_pixels(config.max_image_pixels)
     kind = guess_kind(spec) if config.dataset_type == "auto" else config.dataset_type
-    names = _READER_OPTIONS.get(kind, {name: key for options in _READER_OPTIONS.values() for name, key in options.items()})
-    options = {key: getattr(config, name) or None for name, key in names.items()}
-    if kind in _PICTURE_READERS and not pictures:
+    options = {name: getattr(config, name) or None for name in _READING if _takes(kind, name)}
+    if not pictures and "pictures" in (reader_options(kind) or ()):
         options["pictures"] = False
     return {"kind": kind, **options}
+
+
+def _takes(kind: str, option: str) -> bool:
+    """Whether a reader has an option; one of another package may take any."""
+    options = reader_options(kind)
+    return options is None or option in options
 
 
 def _negatives_options(config: DataConfig, kind: str) -> dict[str, str]:
     """What a reader is told to read hard negatives from."""
     if config.csv_negatives_key is not None and kind != "csv":
         raise CoderError(f"--csv-negatives-key is for CSV tables, and these data are read by {kind!r}: take --negatives-file")
-    if kind == "csv":
-        return {"csv_negatives_key": config.csv_negatives_key or NEGATIVES}
-    names = {"webdataset": "negatives_key", "hf": "negatives_column", "hf-streaming": "negatives_column"}
-    return {names[kind]: NEGATIVES} if kind in names else {}
+    return {"negatives_key": config.csv_negatives_key or NEGATIVES} if "negatives_key" in (reader_options(kind) or ()) else {}
 
 
 def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from coder_plugin.data.bad_samples import shorten
 from coder_plugin.data.item import NO_TEXT, UNKNOWN_IMAGE, Item, stable_hash
 from coder_plugin.data.source import ItemSource, text_fault
+from coder_plugin.data.table_rows import read_rows
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 
@@ -50,22 +50,23 @@ def read_negatives(path: str) -> dict[str, list[Negative]]:
     table: dict[str, list[Negative]] = {}
     try:
         with open_regular(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file, dialect="excel-tab")
-            present = list(rows.fieldnames or ())
+            rows = read_rows(file, "\t", "key", name=path)
+            _, present = next(rows, (0, []))
             if absent := [column for column in COLUMNS[:2] if column not in present]:
                 raise CoderError(
                     f"{path}: no column {' and '.join(map(repr, absent))}; its columns, separated by tabs, are: "
                     f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
                 )
-            for row in rows:
-                fault = _fault(row, present)
+            for number, cells in rows:
+                row = dict(zip(present, cells, strict=False))
+                fault = _fault(row) if len(cells) == len(present) else f"it does not have {len(present)} columns"
                 if fault:
-                    raise CoderError(f"{path}: line {rows.line_num}: {fault}")
+                    raise CoderError(f"{path}: line {number}: {fault}")
                 of = row.get("negative_key")
                 table.setdefault(row["key"], []).append((row["negative"], stable_hash(of) if of else UNKNOWN_IMAGE))
     except FileNotFoundError as error:
         raise CoderError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CoderError(f"{path}: cannot be read as a table of hard negatives: {reason}") from error
     if not table:
@@ -73,9 +74,7 @@ def read_negatives(path: str) -> dict[str, list[Negative]]:
     return table
 
 
-def _fault(row: Mapping[Any, Any], columns: Sequence[str]) -> str:
-    if None in row or None in row.values():
-        return f"it does not have {len(columns)} columns"
+def _fault(row: Mapping[str, str]) -> str:
     if not row["key"]:
         return "it has no image in column 'key'"
     fault = text_fault(row["negative"], "negative")
@@ -129,7 +128,7 @@ class HardNegatives:
         if not isinstance(captions, ItemSource) or any(self._of(item) for _, item in captions.items()):
             return
         where = self.where(next(item.key for _, item in captions.items()))
-        faulty = (item for _, item in captions.items() if item.fault is not None and item.fault.kind == "negative")
+        faulty = (item for _, item in captions.items() if item.fault is not None and "negative" in item.fault.reason)
         if bad := next(faulty, None):
             where += f"; image {shorten(bad.key)!r}: {bad.fault}"
         elif captions.columns and not self.table:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
 from coder_plugin.data.columns import Columns, find_columns
-from coder_plugin.data.decode import check_max_pixels, decode_image, from_picture
+from coder_plugin.data.decode import decode_image, from_picture
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.source import ItemSource, Source, check_captions, check_negatives
 from coder_plugin.data.streams import StreamSource
@@ -45,9 +45,8 @@ def open_hf(
     image_column: str | None = None,
     caption_column: Sequence[str] | None = None,
     key_column: str | None = None,
-    negatives_column: str | None = None,
+    negatives_key: str | None = None,
     pictures: bool = True,
-    max_pixels: int | None = None,
     streaming: bool = False,
     metadata: Sequence[str] = (),
 ) -> Source:
@@ -65,42 +64,32 @@ def open_hf(
         key_column: names of the images, numbers or texts; rows of one name are one image's captions, but in a stream they stay
             samples of their own with one id [``key``, ``image_id``, ``img_id``, ``filename``, ``file_name``, ``__key__``; else
             the number of the row is the name].
-        negatives_column: lists of hard negatives, which rows, and the data set, may lack. None: they are not read.
-        pictures: False if only the captions are needed, for features from other files.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        negatives_key, pictures, metadata: as in :func:`~coder_plugin.data.open_source`.
         streaming: read shards in order as they are needed, instead of any row at any time.
-        metadata: further columns whose values an item keeps, those of its first row.
 
     Raises:
         CoderError: ``datasets`` is not installed; a data set, split or column that does not exist, or that would run code.
     """
-    check_max_pixels(max_pixels)
     name = spec if isinstance(spec, str) else f"{type(spec).__name__} ({split})"
     dataset, count = load(spec, split, streaming=streaming) if isinstance(spec, str) else (spec, None)
     if isinstance(dataset, Mapping):
         raise CoderError(f"{name}: give one of its splits, such as dataset[{next(iter(dataset), split)!r}]")
     dataset = undecoded(dataset, name)
-    columns = find_columns(
-        dataset.features or next(iter(dataset.take(1)), {}),
-        image=image_column,
-        captions=caption_column,
-        key=key_column,
-        negatives=negatives_column,
-        pictures=pictures,
-        name=name,
-    )
-    if metadata:
-        check_metadata(name, metadata, list(dataset.features or next(iter(dataset.take(1)), {})))
-    if not hasattr(dataset, "__len__"):
-        check_stream_version(name)
-        make_item = partial(_make_item, columns=columns, split=split, max_pixels=max_pixels, metadata=metadata)
-        return StreamSource(dataset, make_item, name=name, num_images=count)
-    return ItemSource(DatasetItems(dataset, columns, split=split, max_pixels=max_pixels, metadata=metadata), name=name)
+    features: Mapping[str, Any] = dataset.features or next(iter(dataset.take(1)), {})
+    check_metadata(name, metadata, list(features))
+    named: dict[str, Any] = {"image": image_column, "captions": caption_column, "key": key_column, "negatives": negatives_key}
+    columns = find_columns(features, **named, pictures=pictures, name=name)
+    if hasattr(dataset, "__len__"):
+        return ItemSource(DatasetItems(dataset, columns, split=split, metadata=metadata), name=name)
+    check_stream_version(name)
+    make_item = partial(_make_item, columns=columns, split=split, metadata=metadata)
+    return StreamSource(dataset, make_item, name=name, num_images=count)
 
 
+@wraps(open_hf, assigned=())
 def open_hf_stream(spec: str, **options: Any) -> Source:
     """The reader ``hf-streaming``: as :func:`open_hf`, with ``streaming=True``; of the hub ``hf-streaming:OWNER/NAME``."""
-    return open_hf(spec, streaming=True, **options)
+    return open_hf(spec, **{**options, "streaming": True})
 
 
 def is_dataset(data: Any) -> bool:
@@ -109,11 +98,7 @@ def is_dataset(data: Any) -> bool:
 
 
 def check_stream_version(name: str) -> None:
-    """Refuse versions of ``datasets`` whose streams lose samples when they go on from a saved state.
-
-    Raises:
-        CoderError: one older than 5.1 is installed.
-    """
+    """Raise a ``CoderError`` for versions of ``datasets`` whose streams lose samples when they go on from a saved state."""
     import datasets
 
     if Version(datasets.__version__) < Version("5.1"):
@@ -124,17 +109,7 @@ def check_stream_version(name: str) -> None:
 
 
 def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
-    """Open a data set by its name.
-
-    Args:
-        spec, split, streaming: as in :func:`open_hf`.
-
-    Returns:
-        The ``Dataset`` or ``IterableDataset``, and the number of its rows where its description has it.
-
-    Raises:
-        CoderError: as :func:`open_hf`.
-    """
+    """The ``Dataset`` or ``IterableDataset`` of a name, and the number of its rows where its description has it."""
     try:
         import datasets
     except ImportError as error:
@@ -206,11 +181,7 @@ def _reason(error: Exception) -> str:
 
 
 def undecoded(dataset: Any, name: str) -> Any:
-    """The data set without a format, its pictures as files.
-
-    Raises:
-        CoderError: it has a transform of its own.
-    """
+    """The data set without a format, its pictures as files; ``CoderError`` if it has a transform of its own."""
     import datasets
 
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
@@ -222,125 +193,85 @@ def undecoded(dataset: Any, name: str) -> Any:
     return dataset
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What an item needs of a row, besides its picture."""
-
-    key: str
-    names: tuple[str | None, ...]
-    captions: tuple[Any, ...]
-    negatives: Any = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str, metadata: Sequence[str]) -> _Row:
-    kept = {name: row[name] for name in metadata}
-    key = None if columns.key is None else row[columns.key]
-    captions: list[Any] = []
-    for column in columns.captions:
-        value = row[column]
-        captions.extend(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
-    negatives = () if columns.negatives is None or row[columns.negatives] is None else row[columns.negatives]
-    if key is None or key == "":
-        return _Row(default_key, (), tuple(captions), negatives, kept)
-    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions), negatives, kept)
-
-
-def _finish_item(row: _Row, load: Callable[[], Image]) -> Item:
-    try:
-        captions, negatives = check_captions(row.captions), check_negatives(row.negatives)
-        return Item(row.key, captions, load, row.names, negatives=negatives, metadata=row.metadata)
-    except BadSample as fault:
-        return bad_item(row.key, fault.with_traceback(None), row.names)
-
-
-def _make_item(
-    row: Mapping[str, Any], number: str, *, columns: Columns, split: str, max_pixels: int | None, metadata: Sequence[str]
-) -> Item:
+def _make_item(row: Mapping[str, Any], number: str, *, columns: Columns, split: str, metadata: Sequence[str]) -> Item:
     """The item of a row of a stream."""
-    read = _read_row(row, columns, f"{split}/{number}", metadata)
-    if columns.image is None:
-        return _finish_item(read, partial(no_picture, read.key))
-    return _finish_item(read, partial(open_picture, row[columns.image], max_pixels))
+    load = None if columns.image is None else partial(open_picture, row[columns.image])
+    return _item([row], columns, f"{split}/{number}", metadata, load)
+
+
+def _item(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Columns,
+    number: str,
+    metadata: Sequence[str],
+    load: Callable[[], Image] | None,
+) -> Item:
+    """The item of the rows of one image, of which the first names it; ``number`` names it if it has no key."""
+    name = None if columns.key is None else rows[0][columns.key]
+    key, names = (number, ()) if name in (None, "") else (str(name), other_names(Path(str(name)).stem))
+    captions: list[Any] = []
+    for value in (row[column] for row in rows for column in columns.captions):
+        captions += value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    lists = [row[columns.negatives] or () for row in rows] if columns.negatives is not None else []
+    try:
+        negatives = tuple(text for each in lists for text in check_negatives(each))
+        kept = {name: rows[0][name] for name in metadata}
+        load = partial(no_picture, key) if load is None else load
+        return Item(key, check_captions(captions), load, names, negatives=negatives, metadata=kept)
+    except BadSample as fault:
+        return bad_item(key, fault.with_traceback(None), names)
 
 
 class DatasetItems(Sequence[Item]):
-    """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory.
+    """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory."""
 
-    Args:
-        dataset: without a format, pictures undecoded.
-        columns: which are read.
-        split: the start of the keys that are numbers of rows.
-        max_pixels, metadata: as in :func:`open_hf`.
-    """
-
-    def __init__(
-        self, dataset: Any, columns: Columns, *, split: str, max_pixels: int | None, metadata: Sequence[str] = ()
-    ) -> None:
-        self._columns, self._split, self._max_pixels, self._metadata = columns, split, max_pixels, tuple(metadata)
+    def __init__(self, dataset: Any, columns: Columns, *, split: str, metadata: Sequence[str] = ()) -> None:
+        self._columns, self._split, self._metadata = columns, split, tuple(metadata)
         others = [column for column in (columns.key, columns.negatives, *metadata) if column is not None]
         self._texts = dataset.select_columns(list(dict.fromkeys([*columns.captions, *others])))
         self._pictures = None if columns.image is None else dataset.select_columns([columns.image])
-        self._groups = self._group()
+        self._groups = self._group()  # the rows of each image, if several rows have one key
 
     def __len__(self) -> int:
         return len(self._texts) if self._groups is None else len(self._groups)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        rows = [range(len(self._texts))[index]] if self._groups is None else self._groups[index]
-        return self._item(rows, [self._row(self._texts[number], number) for number in rows])
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]
+        numbers = [range(len(self._texts))[index]] if self._groups is None else self._groups[index]
+        return self._make(numbers, [self._texts[number] for number in numbers])
 
     def __iter__(self) -> Iterator[Item]:
-        if self._groups is not None:
-            yield from (self[number] for number in range(len(self)))
-            return
-        for number, row in enumerate(self._each_row()):
-            yield self._item([number], [row])
+        if self._groups is None:
+            return (self._make([number], [row]) for number, row in enumerate(self._rows()))
+        return (self[number] for number in range(len(self)))
 
-    def _each_row(self) -> Iterator[_Row]:
-        """All rows, many at once, which is much faster than one by one."""
-        number = 0
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """The texts of all rows, many at once, which is much faster than one by one."""
         for batch in self._texts.iter(batch_size=_ROWS):
-            for values in zip(*batch.values(), strict=True):
-                yield self._row(dict(zip(batch, values, strict=True)), number)
-                number += 1
+            yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
-    def _row(self, row: Mapping[str, Any], number: int) -> _Row:
-        return _read_row(row, self._columns, f"{self._split}/{number}", self._metadata)
-
-    def _item(self, numbers: Sequence[int], rows: Sequence[_Row]) -> Item:
-        read = rows[0]
-        if len(rows) > 1:  # their captions and hard negatives together; a faulty list of these stays one
-            captions = tuple(caption for row in rows for caption in row.captions)
-            lists = [row.negatives for row in rows]
-            faulty = [each for each in lists if not isinstance(each, (list, tuple))]
-            read = replace(read, captions=captions, negatives=faulty[0] if faulty else sum(map(tuple, lists), ()))
-        if self._pictures is None:
-            return _finish_item(read, partial(no_picture, read.key))
-        return _finish_item(read, partial(self._load, numbers[0]))
+    def _make(self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> Item:
+        load = None if self._pictures is None else partial(self._load, numbers[0])
+        return _item(rows, self._columns, f"{self._split}/{numbers[0]}", self._metadata, load)
 
     def _load(self, number: int) -> Image:
         assert self._pictures is not None
-        return open_picture(self._pictures[number][self._columns.image], self._max_pixels)
+        return open_picture(self._pictures[number][self._columns.image])
 
     def _group(self) -> list[list[int]] | None:
-        """The rows of each image, if several rows have one key."""
         if self._columns.key is None:
             return None
-        groups: dict[str, list[int]] = {}
-        for number, row in enumerate(self._each_row()):
-            groups.setdefault(row.key, []).append(number)
+        groups = defaultdict(list)
+        for number, row in enumerate(self._rows()):
+            key = row[self._columns.key]
+            groups[f"{self._split}/{number}" if key in (None, "") else str(key)].append(number)
         return None if len(groups) == len(self._texts) else list(groups.values())
 
 
-def open_picture(value: Any, max_pixels: int | None = None) -> Image:
+def open_picture(value: Any) -> Image:
     """The RGB picture of a row.
 
     Args:
         value: ``{"bytes", "path"}`` as ``datasets`` stores pictures, the content of a file, its path, or a picture.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
         BadSample: none of these, or a picture that :func:`~coder_plugin.data.decode.decode_image` refuses.
@@ -349,13 +280,13 @@ def open_picture(value: Any, max_pixels: int | None = None) -> Image:
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, Image):
-        return from_picture(value, max_pixels=max_pixels)
+        return from_picture(value)
     if isinstance(value, str) and "://" in value:
         value = _fetch(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return decode_image(bytes(value), max_pixels=max_pixels)
+        return decode_image(bytes(value))
     if isinstance(value, str) and value:
-        return decode_image(value, max_pixels=max_pixels)
+        return decode_image(value)
     raise BadSample("file", "the row has no picture" if not value else f"no picture but a {type(value).__name__}")
 
 
@@ -368,5 +299,5 @@ def _fetch(address: str) -> bytes:
     with fsspec.open(address, "rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
-        raise BadSample("file_size", f"a file of over {LARGEST_FILE >> 20} MiB")
+        raise BadSample("file", f"a file of over {LARGEST_FILE >> 20} MiB")
     return data

@@ -79,12 +79,7 @@ class Item:
 
     @property
     def path(self) -> str | None:
-        """Absolute path or URL of the picture, or of the shard that holds it; None where that is not known.
-
-        Example:
-            >>> Item("a", (), lambda: None, paths=("https://example.org/a.tar",), member="a.jpg").path
-            'https://example.org/a.tar'
-        """
+        """Absolute path or URL of the picture, or of the shard that holds it; None where that is not known."""
         if not self.paths or "://" in self.paths[-1]:
             return self.paths[-1] if self.paths else None
         return os.path.abspath(next(filter(os.path.exists, self.paths[:-1]), self.paths[-1]))
@@ -108,4 +103,4 @@ def bad_item(key: str, fault: BadSample, names: tuple[str | None, ...] = ()) -> 
 
 
 def _refuse(fault: BadSample) -> NoReturn:
-    raise BadSample(fault.kind, fault.reason)  # a new one, since each raising adds to an exception's traceback
+    raise BadSample(*fault.args)  # a new one, since each raising adds to an exception's traceback

@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from coder_plugin.data import PICTURES
-from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data import PICTURES, guess_kind, open_source
+from coder_plugin.data.decode import FORMATS, decode_image, is_picture
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
+
+log = logging.getLogger(__name__)
 
 
 def is_pictures(spec: str) -> bool:
     """Whether ``spec`` is a folder that no reader of data sets recognises."""
-    from coder_plugin.data import guess_kind
-
-    if not os.path.isdir(spec):
-        return False
     try:
-        guess_kind(spec)
+        return os.path.isdir(spec) and not guess_kind(spec)
     except CoderError:
         return True
-    return False
 
 
 def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
     """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source` with its options ``reading``."""
-    from coder_plugin.data import open_source
-
-    if os.path.isdir(spec) and all(value in (None, "auto") for name, value in reading.items() if name != "max_pixels"):
-        return Pictures(spec, max_pixels=reading.get("max_pixels"))
+    if os.path.isdir(spec) and all(value in (None, "auto") for value in reading.values()):
+        return Pictures(spec)
     return open_source(spec, split=split, **reading)
 
 
 class Pictures:
     """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
+    A file is a picture if its name has one of the endings ``PICTURES``, in upper or lower case, or if it begins as one of the
+    formats that are read. All others, and links to folders, are counted in a warning.
+
     Args:
-        folder: its files with the endings in ``PICTURES``, in upper or lower case, are the pictures.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        folder: where they are.
 
     Raises:
-        CoderError: there are none.
+        CoderError: there are none, or a subfolder cannot be read.
     """
 
-    def __init__(self, folder: str, *, max_pixels: int | None = None) -> None:
+    def __init__(self, folder: str) -> None:
         self.name = folder
-        self._max_pixels = check_max_pixels(max_pixels)
-        root = Path(folder)
-        files = (path for path in root.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
-        self._keys = sorted(path.relative_to(root).as_posix() for path in files)
+        self._keys: list[str] = []
+        others: list[str] = []
+        for parent, folders, names in os.walk(folder, onerror=_refuse):
+            links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+            for name in (*names, *links):
+                path = os.path.join(parent, name)
+                readable = os.path.isfile(path) and (name.lower().endswith(PICTURES) or is_picture(path))
+                (self._keys if readable else others).append(Path(path).relative_to(folder).as_posix())
+        self._keys.sort()
+        counts = Counter(os.path.splitext(name)[1].lower() or "without ending" for name in others)
+        listed = ", ".join(f"{ending} {count:,}" for ending, count in counts.most_common(5))
+        listed += f"; the first: {min(others)!r}" if others else "nothing"
         if not self._keys:
-            raise CoderError(f"{folder}: no pictures ({', '.join(PICTURES)})")
+            hint = f"; for shards, give '{folder}/*.tar'" if ".tar" in counts else ""
+            raise CoderError(f"{folder}: no pictures ({', '.join(FORMATS)}); it holds {listed}{hint}")
+        if others:
+            log.warning("%s: left out %d files that are no %s: %s", folder, len(others), ", ".join(FORMATS), listed)
 
     @property
     def num_images(self) -> int:
@@ -68,4 +78,8 @@ class Pictures:
     def item(self, index: int) -> Item:
         """The picture at a position."""
         path = os.path.join(self.name, self._keys[index])
-        return Item(self._keys[index], (), partial(decode_image, path, max_pixels=self._max_pixels), paths=(path,))
+        return Item(self._keys[index], (), partial(decode_image, path), paths=(path,))
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise CoderError(f"{error.filename}: cannot be read as a folder: {error.strerror}") from error

@@ -21,7 +21,7 @@ from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
 from coder_plugin.data.dealing import Sample, deal_slices, deal_whole
-from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data.decode import decode_image
 from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
@@ -48,7 +48,6 @@ def open_shards(
     caption_key: str = CAPTION_KEY,
     newline_captions: bool | None = None,
     negatives_key: str | None = None,
-    max_pixels: int | None = None,
     metadata: Sequence[str] = (),
 ) -> ShardSource:
     """The reader ``webdataset``.
@@ -63,7 +62,6 @@ def open_shards(
         newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
             ``nshards.txt`` in their folder.
         negatives_key: key of a list of hard negatives in ``json``, which samples may lack. None: they are not read.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
         metadata: further keys of ``json`` whose values an item keeps; samples may lack them.
 
     Raises:
@@ -80,7 +78,6 @@ def open_shards(
         caption_key=caption_key,
         newline_captions=newline_captions,
         negatives_key=negatives_key,
-        max_pixels=max_pixels,
         metadata=metadata,
     )
 
@@ -104,15 +101,13 @@ class ShardSource:
         caption_key: str = CAPTION_KEY,
         newline_captions: bool = False,
         negatives_key: str | None = None,
-        max_pixels: int | None = None,
-        metadata: Sequence[str] = (),
+            metadata: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._caption_key = caption_key
         self._newline_captions = newline_captions
         self._negatives_key = negatives_key
         self._metadata = tuple(metadata)
-        self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
         self.fetches = True  # whether the number of samples may be read from beside remote shards
@@ -133,7 +128,6 @@ class ShardSource:
             caption_key=self._caption_key,
             newline_captions=self._newline_captions,
             negatives_key=self._negatives_key,
-            max_pixels=self.max_pixels,
             metadata=self._metadata,
         )
         source._labels = self._labels  # keys must not change
@@ -296,7 +290,7 @@ class ShardSource:
             return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        load = partial(_load, field, sample.get(field), shard, self.max_pixels)
+        load = partial(_load, field, sample.get(field), shard)
         paths = () if is_command(shard) else (local_path(shard),)
         member = sample.get("__names__", {}).get(field, f"{sample['__key__']}.{field}") if field else None
         kept = {name: extra.get(name) for name in self._metadata}
@@ -397,18 +391,18 @@ def _metadata(text: bytes | None) -> dict[str, Any]:
     try:
         content = {} if text is None else parse_json(text)
     except ValueError as exc:
-        raise BadSample("json", f"its json field is not JSON: {exc}") from None
+        raise BadSample("caption", f"its json field is not JSON: {exc}") from None
     if not isinstance(content, dict):
         return {}
     image_id = content.get("image_id")
     if isinstance(image_id, list | dict) or isinstance(image_id, str) and len(image_id) > _LONGEST_ID:
-        raise BadSample("json", f"its image_id is not a number or a text of at most {_LONGEST_ID:,} characters")
+        raise BadSample("caption", f"its image_id is not a number or a text of at most {_LONGEST_ID:,} characters")
     return content
 
 
-def _load(field: str, image: Any, shard: str, max_pixels: int | None) -> Image | Regions:
+def _load(field: str, image: Any, shard: str) -> Image | Regions:
     if not field:
         raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}")
     if isinstance(image, Place):
         image = image.read()
-    return decode_npz(image, shard) if field == REGIONS else decode_image(image, max_pixels=max_pixels)
+    return decode_npz(image, shard) if field == REGIONS else decode_image(image)

@@ -246,12 +246,12 @@ def check_negatives(negatives: Any, ids: Sequence[int] = ()) -> tuple[str, ...]:
         BadSample: no list, one of its values is no such text, or another number of ids.
     """
     if not isinstance(negatives, (list, tuple)):
-        raise BadSample("negative", "its negatives are not a list of texts")
+        raise BadSample("caption", "its negatives are not a list of texts")
     for number, negative in enumerate(negatives):
         if fault := text_fault(negative, "negative"):
-            raise BadSample("negative", f"it has {fault} (number {number + 1} of {len(negatives)})")
+            raise BadSample("caption", f"it has {fault} (number {number + 1} of {len(negatives)})")
     if ids and len(ids) != len(negatives):
-        raise BadSample("negative", f"it has {len(negatives)} negatives, and {len(ids)} ids of their images")
+        raise BadSample("caption", f"it has {len(negatives)} negatives, and {len(ids)} ids of their images")
     return tuple(negatives)
 
 

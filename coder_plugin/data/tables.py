@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,11 +16,12 @@ from PIL.Image import Image
 
 from coder_plugin import files
 from coder_plugin.data.bad_samples import BadSample, shorten
-from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data.decode import decode_image
 from coder_plugin.data.hard_negatives import NEGATIVES
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.source import ItemSource, check_captions, check_negatives
+from coder_plugin.data.table_rows import read_rows
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 
@@ -32,6 +33,16 @@ _SEPARATORS = "\t,;|"
 _MOST_BYTES = 1 << 31
 
 
+@dataclass
+class _Rows:
+    """What a table's rows say of one image."""
+
+    metadata: dict[str, Any]
+    captions: list[str] = field(default_factory=list)
+    negatives: dict[str, None] = field(default_factory=dict)
+    fault: BadSample | None = None
+
+
 def open_csv(
     spec: str,
     *,
@@ -39,26 +50,24 @@ def open_csv(
     csv_separator: str | None = None,
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
-    csv_negatives_key: str | None = None,
-    images: str | None = None,
+    negatives_key: str | None = None,
+    image_root: str | None = None,
     pictures: bool = True,
-    max_pixels: int | None = None,
     metadata: Sequence[str] = (),
 ) -> ItemSource:
     """The reader ``csv``: a table with a header and one row a caption. Rows with the same file are one image's captions.
+
+    Quotes are those of Python's ``csv``: a field that begins with one ends at the next, and may run over several lines.
+    Where such lines are rows themselves, the quote was never closed: it is then read as a character, with a warning.
 
     Args:
         spec: the table.
         split: not used, since a table holds one split.
         csv_separator: one character; None: the tab, comma, semicolon or bar that separates the named columns in the header.
         csv_img_key, csv_caption_key: names of the columns.
-        csv_negatives_key: column of the image's hard negatives, a JSON list of texts or nothing; an image has those of all of
-            its rows. A table may lack the column ``negatives``. None: hard negatives are not read.
-        images: folder that the paths are relative to. Without it, and for paths that it does not have, the working directory
-            (as in open_clip), else the table's folder.
-        pictures: False if only the captions are needed, for features from other files.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
-        metadata: further columns whose values an item keeps, those of its first row.
+        negatives_key: column of JSON lists of texts; an image has those of all of its rows. Only ``negatives`` may be absent.
+        image_root: for paths that it does not have, the working directory (as in open_clip), else the table's folder.
+        pictures, metadata: as in :func:`~coder_plugin.data.open_source`; an item keeps the values of its first row.
 
     An image's key is its path, its other name the file name without ending. A row of another length, without an image or with
     an empty caption, or with faulty hard negatives, makes its image a bad sample.
@@ -66,79 +75,76 @@ def open_csv(
     Raises:
         CoderError: a missing file, folder or column, a file that is no table, or no usable row.
     """
-    check_max_pixels(max_pixels)
-    root = picture_folder(spec, images) if images is not None and pictures else None
+    root = picture_folder(spec, image_root) if image_root is not None and pictures else None
     separator = None if csv_separator is None else csv_separator.replace("\\t", "\t")  # a shell passes two characters
-    if separator is not None and len(separator) != 1:
-        raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character")
-    captions: dict[str, list[str]] = {}
-    negatives: dict[str, dict[str, None]] = {}
-    faults: dict[str, BadSample] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
+        raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character, not a quote or the end of a line")
+    images: dict[str, _Rows] = {}
     try:
         with open_regular(spec, newline="", encoding="utf-8-sig") as file:
             if separator is None:
                 separator = detect_separator(file.readline(1 << 20), (csv_img_key, csv_caption_key))
                 file.seek(0)
-                if separator != "\t":
-                    _note_separator(spec, separator)
-            rows = csv.DictReader(file, delimiter=separator)
-            present = list(rows.fieldnames or ())
-            columns = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
-            if csv_negatives_key is not None and csv_negatives_key != NEGATIVES:
-                columns["--csv-negatives-key"] = "hard negatives", csv_negatives_key
-            absent = {flag: named for flag, named in columns.items() if named[1] not in present}
-            if absent:
-                what = " and ".join(f"{column!r} for the {kind} ({flag})" for flag, (kind, column) in absent.items())
-                raise CoderError(
-                    f"{spec}: no column {what}; its columns, separated by {separator!r} (--csv-separator), are: "
-                    f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
-                )
-            check_metadata(spec, metadata, present)
-            for row in rows:
-                line = f"line {rows.line_num}"
-                path = (row[csv_img_key] or "").strip() and row[csv_img_key]
-                captions.setdefault(path or line, []).append(row[csv_caption_key])
-                if metadata and path not in kept:
-                    kept[path] = {name: row[name] for name in metadata}
-                if None in row or None in row.values():
-                    faults[path or line] = BadSample("caption", f"{line} does not have {len(present)} columns")
-                elif not path:
-                    faults[line] = BadSample("file", f"{line} has no image in column {csv_img_key!r}")
-                else:
-                    try:
-                        check_captions((row[csv_caption_key],))
-                        if csv_negatives_key in present and row[csv_negatives_key].strip():
-                            listed = check_negatives(_json_list(row[csv_negatives_key]))
-                            negatives.setdefault(path, {}).update(dict.fromkeys(listed))
-                    except BadSample as fault:
-                        faults[path] = BadSample(fault.kind, f"{line}: {fault}")
+                _note_separator(spec, separator)
+            rows = read_rows(file, separator, csv_img_key, name=spec)
+            _, columns = next(rows, (0, []))
+            needed = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
+            if negatives_key not in (None, NEGATIVES):
+                needed["--csv-negatives-key"] = "hard negatives", str(negatives_key)
+            _check_columns(spec, columns, separator, needed)
+            check_metadata(spec, metadata, columns)
+            for number, row in rows:
+                cells = dict(zip(columns, row, strict=False))
+                path = cells.get(csv_img_key, "")
+                key = path if path.strip() else f"line {number}"
+                image = images.setdefault(key, _Rows({name: cells.get(name) for name in metadata}))
+                try:
+                    if len(row) != len(columns):
+                        raise BadSample("caption", f"it has {len(row)} columns, and the header {len(columns)} columns")
+                    if key != path:
+                        raise BadSample("file", f"it has no image in column {csv_img_key!r}")
+                    image.captions += check_captions((cells[csv_caption_key],))
+                    if negatives_key in cells and cells[negatives_key].strip():
+                        image.negatives |= dict.fromkeys(check_negatives(_json_list(cells[negatives_key])))
+                except BadSample as fault:
+                    image.fault = BadSample(fault.kind, f"line {number}: {fault}")
     except FileNotFoundError as exc:
         raise CoderError(f"{spec}: no such file") from exc
     except UnicodeDecodeError as exc:
         raise CoderError(f"{spec}: {describe_bytes(spec)}") from exc
-    except (OSError, csv.Error) as exc:
-        hint = " (give files of region features with --regions)" if "field larger" in str(exc) else ""
-        raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
+    except OSError as exc:
+        raise CoderError(f"{spec}: cannot be read as a table: {exc.strerror or exc}") from exc
     folder = Path(spec).resolve().parent
     items = []
-    for path, texts in captions.items():
-        if path in faults:
-            items.append(bad_item(path, faults[path], other_names(Path(path).stem)))
+    for path, image in images.items():
+        names = other_names(Path(path).stem)
+        if image.fault is not None:
+            items.append(bad_item(path, image.fault, names))
             continue
-        load = partial(_load, path, folder, root, max_pixels) if pictures else partial(no_picture, path)
-        own = tuple(negatives.get(path, ()))
-        names, paths = other_names(Path(path).stem), (path, str(folder / path)) if pictures else ()
-        items.append(Item(path, tuple(texts), load, names, negatives=own, paths=paths, metadata=kept.get(path, {})))
-    return ItemSource(items, name=spec, columns=present)
+        load = partial(_load, path, folder, root) if pictures else partial(no_picture, path)
+        paths = (path, str(folder / path)) if pictures else ()
+        captions, negatives = tuple(image.captions), tuple(image.negatives)
+        items.append(Item(path, captions, load, names, negatives=negatives, paths=paths, metadata=image.metadata))
+    return ItemSource(items, name=spec, columns=columns)
+
+
+def _check_columns(spec: str, columns: Sequence[str], separator: str, needed: dict[str, tuple[str, str]]) -> None:
+    absent = [f"{column!r} for the {kind} ({flag})" for flag, (kind, column) in needed.items() if column not in columns]
+    if not absent:
+        return
+    if longest := max((len(name) for name in columns if len(name) > 1000), default=0):
+        raise CoderError(
+            f"{spec}: no table of captions: its first line has a field of {longest:,} characters, as files of region features "
+            "have, which are named by --regions"
+        )
+    raise CoderError(
+        f"{spec}: no column {' and '.join(absent)}; its columns, separated by {separator!r} (--csv-separator), are: "
+        f"{shorten(', '.join(map(repr, columns))) or 'none: its first line is empty'}"
+    )
 
 
 def check_metadata(spec: str, metadata: Sequence[str], columns: Sequence[str]) -> None:
-    """Check that a table has the columns that are to be kept.
-
-    Raises:
-        CoderError: it lacks one; names those that it has.
-    """
+    """Raise a ``CoderError`` if a table lacks a column that is to be kept."""
     if missing := [name for name in metadata if name not in columns]:
         raise CoderError(f"{spec}: no column {missing[0]!r} (--columns); its columns are: {', '.join(map(repr, columns))}")
 
@@ -147,15 +153,14 @@ def _json_list(text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise BadSample("negative", f'its negatives are not a JSON list of texts, such as ["a red dog"]: {error}') from None
+        raise BadSample("caption", f'its negatives are not a JSON list of texts, such as ["a red dog"]: {error}') from None
 
 
-_noted: set[str] = set()
+_noted = {"\t"}
 
 
 def _note_separator(spec: str, separator: str) -> None:
-    """Log a separator that was detected, once for all tables that have it: a command opens several, and some twice."""
-    if separator not in _noted:
+    if separator not in _noted:  # once: a command opens several tables, and some twice
         _noted.add(separator)
         log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
 
@@ -176,7 +181,7 @@ def detect_separator(header: str, columns: Sequence[str]) -> str:
     """
 
     def fit(separator: str) -> tuple[int, int]:
-        present = next(csv.reader([header], delimiter=separator), [])
+        _, present = next(read_rows([header], separator, ""), (0, []))
         return sum(column in present for column in columns), len(present)
 
     return max(_SEPARATORS, key=fit)  # of equals the first: open_clip's tab
@@ -184,19 +189,16 @@ def detect_separator(header: str, columns: Sequence[str]) -> str:
 
 def describe_bytes(spec: str) -> str:
     """Where a file stops being UTF-8, and how to convert it."""
-    number, line, start = 1, b"", 0
-    with open_regular(spec, "rb") as file:
-        for line in file:
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                start = error.start
-                break
-            number += 1
-    encoding = "utf-16" if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    content, start = Path(spec).read_bytes(), 0
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = error.start
+    line, byte = content.count(b"\n", 0, start) + 1, start - content.rfind(b"\n", 0, start)
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
     output = shlex.quote(str(Path(spec).with_suffix(f".utf8{Path(spec).suffix}")))
     return (
-        f"line {number}, byte {start + 1} (0x{line[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
+        f"line {line}, byte {byte} (0x{content[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
         f"{encoding} with: iconv -f {encoding} -t utf-8 {shlex.quote(spec)} > {output}"
     )
 
@@ -205,10 +207,9 @@ def open_karpathy(
     spec: str,
     *,
     split: str = "train",
-    images: str | None = None,
+    image_root: str | None = None,
     restval: bool = True,
     pictures: bool = True,
-    max_pixels: int | None = None,
     metadata: Sequence[str] = (),
 ) -> ItemSource:
     """The reader ``karpathy``: one split of a ``dataset_*.json`` of Flickr8k, Flickr30K or COCO.
@@ -216,12 +217,9 @@ def open_karpathy(
     Args:
         spec: the file.
         split: ``train``, ``val`` or ``test``.
-        images: folder of the pictures (default: ``images`` in the file's folder, else that folder); COCO's ``filepath`` is
-            relative to it.
+        image_root: default: ``images`` in the file's folder, else that folder. COCO's ``filepath`` is relative to it.
         restval: whether ``train`` includes COCO's split ``restval``, as usual.
-        pictures: False if only the captions are needed, for features from other files.
-        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
-        metadata: further fields of an image whose values an item keeps; one may lack them.
+        pictures, metadata: as in :func:`~coder_plugin.data.open_source`.
 
     An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``. An
     image without a file name or with faulty captions is a bad sample.
@@ -229,58 +227,45 @@ def open_karpathy(
     Raises:
         CoderError: another format, a missing folder or split, or no usable image.
     """
-    check_max_pixels(max_pixels)
-    root = picture_folder(spec, images or _image_folder(Path(spec))) if pictures else None
-    splits = {split, "restval"} if split == "train" and restval else {split}
-    entries = _entries(spec)
-    chosen = [(number, entry) for number, entry in enumerate(entries) if entry.get("split") in splits]
-    if not chosen:
-        present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
-        raise CoderError(f"{spec}: no images in split {split!r}; splits present: {present}")
-    items = [_item(root, number, entry, max_pixels, metadata) for number, entry in chosen]
-    refuse(spec, [repr(key) for key in duplicates(item.key for item in items)], "files of two or more images")
-    return ItemSource(items, name=f"{spec} ({split})")
-
-
-def _entries(spec: str) -> list[dict[str, Any]]:
+    beside = Path(spec).parent / "images"
+    default = beside if beside.is_dir() else beside.parent
+    root = picture_folder(spec, image_root or default) if pictures else None
     content = read_json(spec)
     entries = content.get("images") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CoderError(f"{spec}: not in Karpathy's format: no list 'images' of objects")
-    return entries
+    splits = {split, "restval"} if split == "train" and restval else {split}
+    items = [_item(root, number, entry, metadata) for number, entry in enumerate(entries) if entry.get("split") in splits]
+    if not items:
+        present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
+        raise CoderError(f"{spec}: no images in split {split!r}; splits present: {present}")
+    refuse(spec, [repr(key) for key in duplicates(item.key for item in items)], "files of two or more images")
+    return ItemSource(items, name=f"{spec} ({split})")
 
 
-def _item(
-    root: Path | None, number: int, entry: dict[str, Any], max_pixels: int | None, metadata: Sequence[str]
-) -> Item:
+def _item(root: Path | None, number: int, entry: dict[str, Any], metadata: Sequence[str]) -> Item:
     name, folder, sentences = entry.get("filename"), entry.get("filepath") or "", entry.get("sentences", [])
-    key = os.path.join(folder, name) if isinstance(name, str) and name and isinstance(folder, str) else f"images[{number}]"
     names = other_names(entry.get("cocoid"), entry.get("imgid"), name)
-    try:
-        if not isinstance(name, str) or not name:
-            raise BadSample("file", f"images[{number}] has no 'filename'")
-        if not isinstance(folder, str):
-            raise BadSample("file", f"images[{number}] has a 'filepath' that is not text")
-        if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
-            raise BadSample("caption", "'sentences' is not a list of objects with 'raw'")
-        captions = check_captions([each["raw"] for each in sentences])
-    except BadSample as fault:
-        return bad_item(key, fault.with_traceback(None), names)
+    fault = None
+    if not isinstance(name, str) or not name:
+        fault = BadSample("file", f"images[{number}] has no 'filename'")
+    elif not isinstance(folder, str):
+        fault = BadSample("file", f"images[{number}] has a 'filepath' that is not text")
+    elif not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
+        fault = BadSample("caption", "'sentences' is not a list of objects with 'raw'")
+    key = os.path.join(folder, name) if isinstance(folder, str) and isinstance(name, str) and name else f"images[{number}]"
+    if fault is not None:
+        return bad_item(key, fault, names)
+    captions = tuple(each["raw"] for each in sentences)
     sentids = other_names(*(each.get("sentid") for each in sentences))
     kept = {name: entry.get(name) for name in metadata}
-    load = loader(root, key, max_pixels)
-    return Item(key, captions, load, names, caption_names=sentids, paths=picture_paths(root, key), metadata=kept)
+    return Item(key, captions, names=names, caption_names=sentids, metadata=kept, **picture_of(root, key))
 
 
-def _image_folder(spec: Path) -> Path:
-    folder = spec.parent / "images"
-    return folder if folder.is_dir() else spec.parent
-
-
-def _load(path: str, folder: Path, root: Path | None, max_pixels: int | None) -> Image:
+def _load(path: str, folder: Path, root: Path | None) -> Image:
     """Check the path only when loading: checking 100,000 files first takes minutes on a network drive."""
     places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
-    return decode_image(str(next(filter(os.path.exists, places), (root or folder) / path)), max_pixels=max_pixels)
+    return decode_image(str(next(filter(os.path.exists, places), (root or folder) / path)))
 
 
 def read_json(spec: str | Path) -> Any:
@@ -293,14 +278,11 @@ def picture_folder(spec: str, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def loader(root: Path | None, key: str, max_pixels: int | None = None) -> Callable[[], Image]:
-    """A function that decodes the picture ``key`` in ``root``, or raises ``ValueError`` if there is no folder."""
-    return partial(no_picture, key) if root is None else partial(decode_image, str(root / key), max_pixels=max_pixels)
-
-
-def picture_paths(root: Path | None, key: str) -> tuple[str, ...]:
-    """Where the picture ``key`` in ``root`` is, as of :class:`~coder_plugin.data.item.Item`."""
-    return () if root is None else (str(root / key),)
+def picture_of(root: Path | None, key: str) -> dict[str, Any]:
+    """``load`` and ``paths`` of the :class:`Item` whose picture is ``key`` in ``root``; None: it has none."""
+    if root is None:
+        return {"load": partial(no_picture, key)}
+    return {"load": partial(decode_image, str(root / key)), "paths": (str(root / key),)}
 
 
 def no_picture(key: str) -> NoReturn:
@@ -325,7 +307,3 @@ def refuse(spec: str | Path, faults: Sequence[str], what: str) -> None:
     """Raise a ``CoderError`` with the number of faults and the first one, if there are any."""
     if faults:
         raise CoderError(f"{spec}: {what}: {len(faults)}, the first: {shorten(faults[0])}")
-
-
-def _reason(exc: Exception) -> str:
-    return exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)

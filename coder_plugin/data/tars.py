@@ -83,7 +83,7 @@ class CheckedTarInfo(tarfile.TarInfo):
 def too_large(field: str, size: int) -> BadSample | None:
     """The fault of a sample's file of so many bytes; None if it may be read."""
     most = LARGEST_TEXT if field in _TEXTS else LARGEST_FILE
-    return BadSample("file_size", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
+    return BadSample("file", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
 
 
 def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
@@ -129,7 +129,7 @@ def add_file(sample: dict[str, Any], field: str, member: tarfile.TarInfo, read: 
     if member.name != f"{sample.get('__key__')}.{field}":  # in capitals
         sample.setdefault("__names__", {})[field] = member.name
     if field in sample:
-        sample[field] = BadSample("duplicate", f"two files .{field}")
+        sample[field] = BadSample("file", f"two files .{field}")
     else:
         sample[field] = too_large(field, member.size) or read()
 

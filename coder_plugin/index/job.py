@@ -16,6 +16,7 @@ from typing import Any
 from coder_plugin.backbones.names import model_names
 from coder_plugin.config import OPENING, READING, DataConfig
 from coder_plugin.data import HUB
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.data.pictures import Pictures, is_pictures
 from coder_plugin.data.source import ItemSource
@@ -201,7 +202,8 @@ def open_data(data: DataConfig, location: str, split: str, *, metadata: Sequence
     if data.dataset_type == "auto" and data.regions is None and is_pictures(location):
         if metadata:
             raise CoderError(f"--columns {metadata[0]}: {location} is a folder of pictures, which has no columns")
-        return Pictures(location, max_pixels=data.max_image_pixels), None
+        set_max_pixels(data.max_image_pixels)
+        return Pictures(location), None
     data = replace(data, dataset_resampled=False, hard_negatives=0)  # each image once, with its captions alone
     return make_source(data, split=split, metadata=metadata), pictures_under_regions(data, split)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
-from coder_plugin.data.decode import decode_image
+from coder_plugin.data.decode import decode_image, to_rgb
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
 from coder_plugin.heads.capabilities import Reranks
@@ -224,12 +224,12 @@ def _without_vocabulary(heads: Any) -> Any:
 
 def _load(image: Any) -> Any:
     """A picture (PIL, RGB) or regions, from itself or a picture's path."""
-    if isinstance(image, (str, Path)):
-        try:
+    try:
+        if isinstance(image, (str, Path)):
             return decode_image(str(image))
-        except (OSError, ValueError) as error:
-            raise CoderError(f"{image}: {error}") from error
-    return image.convert("RGB") if hasattr(image, "convert") else image
+        return to_rgb(image) if hasattr(image, "convert") else image
+    except (OSError, ValueError) as error:
+        raise CoderError(f"{image}: {error}") from error
 
 
 def _split(items: Iterable[Any], size: int, what: str) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,34 @@ def test_a_reader_of_another_package_may_call_its_data_what_it_likes() -> None:
         check_options({"train_data": "flickr30k", "dataset_type": "theirs"})
     finally:
         registry.unregister("readers", "theirs")
+
+
+def test_validation_data_that_are_training_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Also by a link, another path, another pattern."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.csv", "b.csv", "0.tar", "1.tar", "2.tar", "d/00000.tar", "d/00000_stats.json", "k.json", "s/state.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    Path("k.json").write_text('{"images": [{"sentences": []}]}')
+    Path("link.csv").symlink_to("b.csv")
+    os.link("b.csv", "hard.csv")
+
+    def said(train: str, val: str, **options: Any) -> str:
+        caplog.clear()
+        check_options({"train_data": train, "val_data": val, **options})
+        return caplog.text
+
+    for train, val in (("b.csv", "b.csv"), ("b.csv", "d/../b.csv"), ("b.csv", "link.csv"), (f"{tmp_path}/hard.csv", "b.csv")):
+        assert f"--val-data {val}: 1 of 1 files are also in --train-data, such as {val}" in said(train, val)
+    assert "2 of 2 files" in said("{0..2}.tar", "[01].tar")
+    assert "1 of 3 files" in said("0.tar::file:1.tar", "file:1.tar::s3://b/2.tar::2.tar")
+    assert "1 of 1" in said("d", "d/*.tar") and "1 of 1" in said("s3://b/{0..9}.tar", "s3://b/3.tar")
+    assert "1 of 1" in said("hf:o/n:train", "hf:o/n:train") and "1 of 1" in said("b.csv", "b.csv", dataset_type="csv")
+    for train, val in (
+        ("a.csv", "b.csv"), ("0.tar", "{1..2}.tar"), ("scenes", "scenes"), ("hf:o/n:train", "hf:o/n:test"),
+        ("k.json", "k.json"), ("s", "s"), ("hf:o/n", "hf:o/n"),  # of several splits
+    ):  # fmt: skip
+        assert not said(train, val)
 
 
 def test_data_that_a_command_does_not_open_may_be_elsewhere(tmp_path: Path, tiny_model: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from coder_plugin.data import guess_kind
+from coder_plugin.data import guess_kind, open_source
 from coder_plugin.data.captions import open_caps, open_coco, open_img2dataset
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import open_karpathy
@@ -80,16 +82,8 @@ def test_coco_folder_of_the_pictures(tmp_path, place):
     picture(tmp_path / place / "b.jpg")
     spec = coco(tmp_path / "annotations")
     images = str(tmp_path / "given") if place == "given" else None
-    assert next(open_coco(spec, images=images).items())[1].load().size == (6, 4)
-    assert "nowhere" in fault(open_coco, spec, images=str(tmp_path / "nowhere"))
-
-
-def test_coco_without_pictures(tmp_path):
-    data = open_coco(coco(tmp_path), images="nowhere", pictures=False)
-    item = pickle.loads(pickle.dumps(next(data.items())[1]))
-    assert item.names == ("42",)
-    with pytest.raises(ValueError, match="no picture: 'b.jpg'"):
-        item.load()
+    assert next(open_coco(spec, image_root=images).items())[1].load().size == (6, 4)
+    assert "nowhere" in fault(open_coco, spec, image_root=str(tmp_path / "nowhere"))
 
 
 def test_coco_images_without_captions_are_counted_and_named_once(tmp_path, caplog):
@@ -164,20 +158,12 @@ def test_caps_five_lines_an_image_without_ids(tmp_path):
     assert [len(texts) for _, texts, _ in rows(open_caps(spec, captions_per_image=2))] == [2] * 5
 
 
-def test_caps_of_two_splits_do_not_share_keys(tmp_path):
-    keys = [rows(open_caps(caps(tmp_path, ["x"] * 5, name=f"{split}_caps.txt")))[0][0] for split in ("train", "dev")]
-    assert keys == ["train_0", "dev_0"]
-
-
-def test_caps_an_id_an_image(tmp_path):
+def test_caps_an_id_an_image_or_a_caption_which_need_not_be_sorted(tmp_path):
     spec = caps(tmp_path, list("abcdef"), [391895, "x.jpg"])
     assert rows(open_caps(spec, captions_per_image=5)) == [
         ("391895", ("a", "b", "c"), ()),
         ("x.jpg", ("d", "e", "f"), ()),
     ]
-
-
-def test_caps_an_id_a_caption_need_not_be_sorted(tmp_path):
     spec = caps(tmp_path, list("abcd"), [7, 5, 7, 7])
     assert rows(open_caps(spec)) == [("7", ("a", "c", "d"), ()), ("5", ("b",), ())]
 
@@ -191,10 +177,12 @@ def test_caps_ids_that_only_count_make_the_keys_that_they_make_in_precomp(tmp_pa
     ]
 
 
-def test_caps_have_no_pictures(tmp_path):
-    item = pickle.loads(pickle.dumps(next(open_caps(caps(tmp_path, ["a"] * 5)).items())[1]))
-    with pytest.raises(ValueError, match="no picture: 'train_0'"):
-        item.load()
+def test_captions_alone_need_no_pictures(tmp_path):
+    for data in (open_coco(coco(tmp_path), image_root="nowhere", pictures=False), open_caps(caps(tmp_path, ["a"] * 5))):
+        item = pickle.loads(pickle.dumps(next(data.items())[1]))
+        assert item.paths == ()
+        with pytest.raises(ValueError, match=f"no picture: '{item.key}'"):
+            item.load()
 
 
 def test_caps_only_a_line_feed_ends_a_line(tmp_path):
@@ -302,9 +290,9 @@ def test_img2dataset_what_is_left_out_is_counted_and_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"json": '{"status": "succ'}, ["json: ", "000000001.json", "cannot be read as JSON"]),
-        ({"json": "[" * 100_000}, ["json: ", "000000001.json", "nested too deep"]),
-        ({"json": "[]"}, ["json: ", "000000001.json", "not an object"]),
+        ({"json": '{"status": "succ'}, ["caption: ", "000000001.json", "cannot be read as JSON"]),
+        ({"json": "[" * 100_000}, ["caption: ", "000000001.json", "nested too deep"]),
+        ({"json": "[]"}, ["caption: ", "000000001.json", "not an object"]),
         ({"json": '{"caption": 3}', "txt": None}, ["caption: ", "000000001.json", "'caption' is not text"]),
     ],
 )
@@ -368,3 +356,40 @@ def test_folders_are_told_apart_by_what_is_in_them(tmp_path):
     assert "*.tar" in fault(guess_kind, str(tmp_path / "set"))
     (tmp_path / "set/test/nshards.txt").write_text("1")
     assert guess_kind(str(tmp_path / "set")) == guess_kind(str(tmp_path / "set/test")) == "webdataset"
+
+
+def shard(path: Path, count: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture(path.with_suffix(".png"))
+    content = path.with_suffix(".png").read_bytes()
+    path.with_suffix(".png").unlink()
+    with tarfile.open(path, "w") as tar:
+        for n in range(count):
+            for field, data in (("png", content), ("json", b"{}"), ("txt", f"thing {n}".encode())):
+                info = tarfile.TarInfo(f"{n:09d}.{field}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def test_the_folder_that_img2dataset_writes_is_its_shards_and_not_the_table_beside_them(tmp_path):
+    folder = tmp_path / "d [1]"
+    for n in range(2):
+        shard(folder / f"0000{n}.tar", 4)
+        (folder / f"0000{n}.parquet").touch()
+        (folder / f"0000{n}_stats.json").write_text("{}")
+    assert guess_kind(str(folder)) == "webdataset"
+    source = open_source(str(folder))
+    assert source.samples("draw") == 8
+    assert [item.key for _, item in source.items()][::4] == ["00000/000000000", "00001/000000000"]
+    shard(tmp_path / "e/train-0.tar", 1)  # of which others may be of another split
+    (tmp_path / "e/list.parquet").touch()
+    mixed = str(tmp_path / "e")
+    assert f"a folder of shards: give those of this split, such as '{mixed}/*.tar'" in fault(guess_kind, mixed)
+    assert open_source(mixed, "webdataset").samples("draw") == 1
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "e").rename(tmp_path / "parts/0")
+    assert "such as '" + str(tmp_path / "parts/*/*.tar") in fault(guess_kind, str(tmp_path / "parts"))
+    (tmp_path / "f").mkdir()
+    for name in ("00000.parquet", "00000.tfrecord"):
+        (tmp_path / "f" / name).touch()
+    assert "tfrecord files are not read" in fault(guess_kind, str(tmp_path / "f"))

@@ -19,6 +19,7 @@ from coder_plugin import Callback, Trainer, distributed
 from coder_plugin.cli import main
 from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
@@ -161,15 +162,15 @@ def test_hard_negatives_are_a_column_of_lists(kind):
     data = {**rows(range(4)), "negatives": [["4 0"], None, [], ["5 0", " "]]}
     table = datasets.Dataset.from_dict(data)
     given = table if kind == "whole" else table.to_iterable_dataset()
-    items = [item for _, item in open_source(given, negatives_column="negatives").items()]
+    items = [item for _, item in open_source(given, negatives_key="negatives").items()]
     assert [item.negatives for item in items] == [("4 0",), (), (), ()]
-    assert [item.fault and item.fault.kind for item in items] == [None, None, None, "negative"]
+    assert [item.fault and item.fault.kind for item in items] == [None, None, None, "caption"]
     assert not any(item.negatives for _, item in open_source(given).items())
-    assert open_source(given.remove_columns("negatives"), negatives_column="negatives").num_images in (4, None)
+    assert open_source(given.remove_columns("negatives"), negatives_key="negatives").num_images in (4, None)
     config = DataConfig(hard_negatives=1)
     assert [item.negatives for _, item in object_source(config, given, split="train").items()][0] == ("4 0",)
     assert not any(item.negatives for _, item in object_source(config, given, split="val").items())
-    grouped = open_source(datasets.Dataset.from_dict({**data, "image_id": [1, 2, 1, 2]}), negatives_column="negatives")
+    grouped = open_source(datasets.Dataset.from_dict({**data, "image_id": [1, 2, 1, 2]}), negatives_key="negatives")
     assert [(len(item.captions), item.negatives) for _, item in grouped.items()] == [(6, ("4 0",)), (0, ())]
 
 
@@ -179,8 +180,11 @@ def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):
     forms = [{"bytes": png(7), "path": "else.png"}, {"bytes": None, "path": str(path)}, png(7), str(path), Image.open(path)]
     for form in forms:
         assert open_picture(form).getpixel((0, 0)) == (7, 0, 0) and open_picture(form).mode == "RGB"
+    set_max_pixels(15)
+    for form in forms:
         with pytest.raises(ValueError, match="4 x 4 pixels are more than the 15"):
-            open_picture(form, max_pixels=15)
+            open_picture(form)
+    set_max_pixels(None)
     for form, words in [(None, "no picture"), ("", "no picture"), (5, "no picture but a int")]:
         with pytest.raises(ValueError, match=words):
             open_picture(form)

@@ -88,7 +88,7 @@ def write_table(folder: Path, *, of: str = "3.png", columns: tuple[str, ...] = C
 
 def source_of(kind: str, folder: Path, **changed: Any) -> Any:
     if kind == "csv":
-        return open_source(str(write_csv(folder, **changed)), csv_negatives_key="negatives")
+        return open_source(str(write_csv(folder, **changed)), negatives_key="negatives")
     return open_source(str(write_shard(folder, **changed)), negatives_key="negatives")
 
 
@@ -120,7 +120,7 @@ def test_faulty_ones_make_a_bad_sample(tmp_path, kind, listed):
     source = source_of(kind, tmp_path, image3=listed if kind == "csv" else json.loads(listed))
     faults = [(item.key, item.fault) for _, item in source.items() if item.fault is not None]
     (key, fault), where = faults[0], "line 8: " if kind == "csv" else ""
-    assert len(faults) == 1 and key.endswith(("3.png", "003")) and fault.kind == "negative"
+    assert len(faults) == 1 and key.endswith(("3.png", "003")) and fault.kind == "caption"
     assert fault.reason.startswith(where) and WRONG[listed] in fault.reason
     plain = open_source(str(tmp_path / ("data.csv" if kind == "csv" else "data.tar")))  # not asked for: may mean anything else
     assert all(item.fault is None and not item.negatives for _, item in plain.items())
@@ -131,10 +131,10 @@ def test_a_column_that_is_no_json_or_not_there(tmp_path):
     faults = [str(item.fault) for _, item in source.items() if item.fault]
     assert len(faults) == 1 and faults[0].startswith("line 8: its negatives are not a JSON list of texts, such as ")
     path = write_csv(tmp_path, "wrong captions")
-    assert not any(item.negatives for _, item in open_source(str(path), csv_negatives_key="negatives").items())
-    assert any(item.negatives for _, item in open_source(str(path), csv_negatives_key="wrong captions").items())
+    assert not any(item.negatives for _, item in open_source(str(path), negatives_key="negatives").items())
+    assert any(item.negatives for _, item in open_source(str(path), negatives_key="wrong captions").items())
     with pytest.raises(CoderError, match=r"no column 'others' for the hard negatives \(--csv-negatives-key\)"):
-        open_source(str(path), csv_negatives_key="others")
+        open_source(str(path), negatives_key="others")
 
 
 def test_items_of_ones_own_are_checked():

@@ -444,9 +444,9 @@ def test_shards_without_images_are_an_error(tmp_path):
         ({"json": b'{"captions": {"a": "text"}}'}, ["caption: ", "not a list"]),
         ({"json": b'{"captions": [3]}'}, ["caption: ", "not text"]),
         ({"json": b'{"captions": ["\\ud800"]}'}, ["caption: ", "not valid Unicode"]),
-        ({"json": b"{"}, ["json: ", "not JSON"]),
-        ({"json": b"[" * 100_000}, ["json: ", "nested too deep"]),
-        ({"json": b'{"image_id": [1], "captions": ["a"]}'}, ["json: ", "image_id"]),
+        ({"json": b"{"}, ["caption: ", "not JSON"]),
+        ({"json": b"[" * 100_000}, ["caption: ", "nested too deep"]),
+        ({"json": b'{"image_id": [1], "captions": ["a"]}'}, ["caption: ", "image_id"]),
         ({"txt": b"\xff\xff"}, ["caption: ", "not UTF-8"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""CSV and Karpathy tables: what they give, and that every fault is told in one line that names it."""
+"""CSV and Karpathy tables: what they give, and that every fault is named in one line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 from coder_plugin.config import DataConfig
-from coder_plugin.data import open_source
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data import open_source, reader_options
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.decode import from_picture
+from coder_plugin.data.from_config import make_source, reading_options
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.data.tables import open_csv, open_karpathy
@@ -74,31 +76,15 @@ def test_csv_rows_of_one_image_are_one_item_in_order_of_the_rows(tmp_path):
     assert [(item.key, item.captions) for item in items] == [("b.png", ("one", "three")), ("a.png", ("two",))]
 
 
-def test_csv_relative_paths_count_from_the_working_directory_then_from_the_table(tmp_path, monkeypatch):
-    table, work = tmp_path / "table", tmp_path / "work"
-    for path, shade in ((table / "both.png", 1), (table / "beside.png", 2), (work / "both.png", 3)):
-        picture(path, (shade,) * 3)
-    spec = write_table(table, [("both.png", "x"), ("beside.png", "y")])
-    monkeypatch.chdir(work)
-    colours = [item.load().getpixel((0, 0))[0] for _, item in open_csv(spec).items()]
-    assert colours == [3, 2]
-
-
 def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffimage,text,rest\na.png,"a dog, a ""cat""",1\n'.encode())
-    data = open_csv(str(path), csv_separator=",", csv_img_key="image", csv_caption_key="text")
-    assert next(data.items())[1].captions == ('a dog, a "cat"',)
-
-
-def test_csv_separator_as_a_shell_hands_it_over(tmp_path):
-    assert open_csv(write_table(tmp_path, [("a", "b")]), csv_separator="\\t").num_images == 1
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1"])
-def test_every_picture_comes_as_rgb(tmp_path, mode):
-    picture(tmp_path / "a.png", mode=mode)
-    assert next(open_csv(write_table(tmp_path, [("a.png", "x")])).items())[1].load().mode == "RGB"
+    data = open_csv(str(path), csv_separator=",", csv_img_key="image", csv_caption_key="text", metadata=["rest"])
+    (_, item), = data.items()
+    assert item.captions == ('a dog, a "cat"',) and item.metadata == {"rest": "1"}
+    assert open_csv(write_table(tmp_path, [("a", "b")]), csv_separator="\\t").num_images == 1  # as a shell passes it
+    for separator in (";;", '"', ""):
+        assert repr(separator) in fault(open_csv, str(path), csv_separator=separator)
 
 
 def test_karpathy_splits_restval_and_folders(tmp_path):
@@ -111,23 +97,16 @@ def test_karpathy_splits_restval_and_folders(tmp_path):
     assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)
 
 
-def test_karpathy_names_are_the_numbers_and_the_file_without_its_folder(tmp_path):
-    spec = karpathy(tmp_path, cocoid=391895, filepath="train2014")
-    first, second = (item for _, item in open_karpathy(spec).items())
-    assert (first.key, first.names) == ("train2014/0.png", ("391895", "0", "0.png"))
-    assert (second.key, second.names) == ("val/1.png", (None, "1", "1.png"))
-    (item,) = (item for _, item in open_karpathy(spec, split="test").items())
-    assert (item.key, item.names) == ("3.png", (None, "3", "3.png"))
-
-
 def test_karpathy_a_place_in_the_names_is_one_kind_of_name(tmp_path):
     """An image without a cocoid, or with equal numbers, does not have its imgid where others have their cocoid."""
     spec = tmp_path / "set.json"
     images = [{"filename": f"{n}.jpg", "split": "train", "imgid": 5 + n, "sentences": [{"raw": "x"}]} for n in range(3)]
-    images[0]["cocoid"], images[2]["cocoid"] = 9, 7
+    images[0] |= {"cocoid": 9, "filepath": "train2014"}
+    images[2]["cocoid"] = 7
     spec.write_text(json.dumps({"images": images}))
-    names = [item.names for _, item in open_karpathy(str(spec), pictures=False).items()]
-    assert names == [("9", "5", "0.jpg"), (None, "6", "1.jpg"), ("7", "7", "2.jpg")]
+    items = [item for _, item in open_karpathy(str(spec), pictures=False).items()]
+    assert [item.key for item in items] == ["train2014/0.jpg", "1.jpg", "2.jpg"]
+    assert [item.names for item in items] == [("9", "5", "0.jpg"), (None, "6", "1.jpg"), ("7", "7", "2.jpg")]
 
 
 def test_csv_names_are_the_stems(tmp_path):
@@ -150,9 +129,9 @@ def test_csv_paths_are_relative_to_the_image_root_first(tmp_path, monkeypatch):
         return [item.load().getpixel((0, 0))[0] for item in items[:3]], Path(missing.value.filename)
 
     assert shades() == ([1, 3, 5], tmp_path / "table/d.png")
-    assert shades(images="root") == ([0, 3, 5], Path("root/d.png"))
-    assert shades(images=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
-    assert "image folder 'rot' does not exist" in fault(open_csv, spec, images="rot")
+    assert shades(image_root="root") == ([0, 3, 5], Path("root/d.png"))
+    assert shades(image_root=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
+    assert "image folder 'rot' does not exist" in fault(open_csv, spec, image_root="rot")
     config = DataConfig(train=spec, image_root="root")
     (first, *_) = (item for _, item in make_source(config, split="train").items())
     assert first.load().getpixel((0, 0)) == (0, 0, 0) and first.key == "a.png"
@@ -162,7 +141,7 @@ def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):
     spec = karpathy(tmp_path)
     table = write_table(tmp_path, [("0.png", "x")])
     picture(tmp_path / "0.png")
-    for data in (open_karpathy(spec, images="nowhere", pictures=False), open_csv(table, pictures=False)):
+    for data in (open_karpathy(spec, image_root="nowhere", pictures=False), open_csv(table, pictures=False)):
         item = pickle.loads(pickle.dumps(next(data.items())[1]))  # the loader's workers get it so
         with pytest.raises(ValueError, match="no picture: '0.png'"):
             item.load()
@@ -218,7 +197,6 @@ def test_csv_that_is_absent_or_not_text(tmp_path):
     assert "absent.csv" in fault(open_csv, str(tmp_path / "absent.csv"))
     (tmp_path / "x.csv").write_bytes(b"filepath\ttitle\n\xff\xfe\t\x80\n")
     assert "x.csv" in fault(open_csv, str(tmp_path / "x.csv"))
-    assert "';;'" in fault(open_csv, "x.csv", csv_separator=";;")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +224,7 @@ def test_karpathy_faults(tmp_path, changes, words):
 
 def test_karpathy_folder_split_and_format(tmp_path):
     spec = karpathy(tmp_path)
-    assert "nowhere" in fault(open_karpathy, spec, images=str(tmp_path / "nowhere"))
+    assert "nowhere" in fault(open_karpathy, spec, image_root=str(tmp_path / "nowhere"))
     message = fault(open_karpathy, spec, split="dev")
     assert "'dev'" in message and "restval, test, train, val" in message
     (tmp_path / "bad.json").write_text("{")
@@ -342,8 +320,29 @@ def test_mode_of_captions_is_checked():
     assert "'some'" in fault(source().samples, "some")
 
 
-def test_a_file_of_regions_is_told_from_a_table(tmp_path):
+def test_a_long_field_is_named_for_what_it_is(tmp_path):
+    """Region features have one in the first line, which a table of captions has not."""
     path = tmp_path / "regions.tsv"
-    path.write_text("filepath\ttitle\n" + "1.jpg\t" + "A" * 200_000 + "\n")
-    with pytest.raises(CoderError, match="region features with --regions"):
-        open_csv(str(path))
+    path.write_text("1.jpg\t640\t" + "A" * 200_000 + "\n")
+    assert "first line has a field of 200,000 characters" in (message := fault(open_csv, str(path))) and "--regions" in message
+    for field in ("A" * 200_000, '"' + "A" * 200_000):
+        path.write_text("filepath\ttitle\n1.jpg\t" + field + "\n2.jpg\tfine\n")
+        bad, good = (item for _, item in open_csv(str(path)).items())
+        assert str(bad.fault).startswith("line 2: it has a caption of over 20,000 characters") and good.fault is None
+
+
+def test_every_reader_declares_its_options_once():
+    assert reader_options("csv")[:3] == ("csv_separator", "csv_img_key", "csv_caption_key")
+    assert reader_options("hf-streaming") == reader_options("hf") and "image_column" in reader_options("hf")
+    config = DataConfig(train="a.csv", image_root="r", csv_img_key="i", image_column="c", max_image_pixels=9)
+    assert reading_options(config, "a.csv", pictures=False) == {
+        "kind": "csv", "csv_separator": None, "csv_img_key": "i", "csv_caption_key": None, "image_root": "r", "pictures": False
+    }
+    with pytest.raises(BadSample, match="more than the 9 "):
+        from_picture(Image.new("RGB", (5, 2)))
+    reading_options(DataConfig(), "a.csv")  # the limit is that of the data that were named last
+    assert from_picture(Image.new("RGB", (5, 2))).size == (5, 2)
+    with pytest.raises(CoderError, match="--dataset-resampled draws shards, and a.csv is read by 'csv'"):
+        make_source(DataConfig(train="a.csv", dataset_resampled=True), split="train")
+    with pytest.raises(CoderError, match="--columns: x_caps.txt is read by 'caps', which keeps no further columns"):
+        make_source(DataConfig(train="x_caps.txt"), split="train", metadata=["a"])

@@ -1,4 +1,4 @@
-"""Bad samples of ten kinds, spread over a data set: counted right, no slower than good ones, and an end only above the rate."""
+"""Ten faults of samples, spread over a data set: counted right, no slower than good ones, and an end only above the rate."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from PIL import Image
 
 from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import KINDS, BadSample, BadSamples, total
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.errors import CoderError
 
@@ -30,17 +31,17 @@ def png(size: tuple[int, int] = (4, 4), kind: str = "PNG") -> bytes:
 
 
 PNG = png()
-#: Ten kinds of bad samples: what is counted, and the fields.
+#: Ten faults: the kind that is counted, and the fields.
 BAD: tuple[tuple[str, dict[str, bytes]], ...] = (
-    ("json", {"png": PNG, "json": b'{"captions": ["a'}),
-    ("json", {"png": PNG, "json": b"[" * 100_000}),
+    ("caption", {"png": PNG, "json": b'{"captions": ["a'}),
+    ("caption", {"png": PNG, "json": b"[" * 100_000}),
     ("caption", {"png": PNG, "json": b'{"captions": {"a": 1}}'}),
     ("caption", {"png": PNG, "json": b'{"captions": []}'}),
     ("caption", {"png": PNG, "txt": b" "}),
     ("caption", {"png": PNG}),
     ("picture", {"png": PNG[:44], "txt": b"a dog"}),
     ("picture", {"png": b"%!PS-Adobe-3.0 EPSF-3.0\n", "txt": b"a dog"}),
-    ("picture_size", {"png": png((9, 9)), "txt": b"a dog"}),
+    ("picture", {"png": png((9, 9)), "txt": b"a dog"}),
     ("file", {"txt": b"a dog"}),
 )
 GOOD = {"png": PNG, "txt": b"a dog"}
@@ -67,9 +68,16 @@ def write(folder: Path, count: int, every: int, *, shards: int = 10) -> None:
     )
 
 
+@pytest.fixture
+def limit():
+    set_max_pixels(64)
+    yield
+    set_max_pixels(None)
+
+
 def loader(folder: Path, rate: float, **options) -> TrainLoader:
     return TrainLoader(
-        open_source(str(folder / "*.tar"), max_pixels=64),
+        open_source(str(folder / "*.tar")),
         batch_size=50,
         transform=lambda picture: torch.from_numpy(np.asarray(picture).copy()),
         tokenizer=lambda texts: torch.zeros(len(texts), 4, dtype=torch.int64),
@@ -99,13 +107,13 @@ def check(folder: Path, count: int, every: int, **options) -> None:
             list(loader(folder, rate, **options).epoch(0))
 
 
-def test_bad_samples_of_ten_kinds_are_counted_and_end_a_run_only_above_the_rate(tmp_path):
+def test_bad_samples_of_ten_faults_are_counted_and_end_a_run_only_above_the_rate(tmp_path, limit):
     check(tmp_path, 1000, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_ten_thousand_bad_samples_in_a_hundred_thousand(tmp_path):
+def test_ten_thousand_bad_samples_in_a_hundred_thousand(tmp_path, limit):
     """Also timed: the rows of a data set with bad samples, a second, against those of one with good ones only."""
     check(tmp_path, 100_000, 10)
     good = tmp_path / "good"
@@ -124,7 +132,7 @@ def test_ten_thousand_bad_samples_in_a_hundred_thousand(tmp_path):
     assert mixed <= 1.05 * clean
 
 
-def test_a_run_reports_its_bad_samples(tmp_path, caplog, capsys):
+def test_a_run_reports_its_bad_samples(tmp_path, caplog, capsys, limit):
     """At the end of each epoch, in the log and in metrics.jsonl; and recall says over how many images it is."""
     from coder_plugin import Trainer
 
@@ -150,7 +158,7 @@ def test_a_run_reports_its_bad_samples(tmp_path, caplog, capsys):
     found = [row for row in rows if "epoch/read_samples" in row]
     assert [row["epoch"] for row in found] == [0, 1]
     assert all({**row, **counts, "epoch/read_samples": 40, "epoch/skipped_samples": 10} == row for row in found)
-    assert caplog.text.count("10 of 40 samples skipped (caption 4, file 1, json 2, picture 2, picture_size 1)") == 2
+    assert caplog.text.count("10 of 40 samples skipped (caption 6, file 1, picture 3)") == 2
     skipped = sum(results["last"]["skipped"].values())
     assert skipped and results["last"]["images"] == 20 - skipped
     assert f"over {20 - skipped} of 20 images; {skipped} skipped (" in capsys.readouterr().out
@@ -182,13 +190,13 @@ def test_a_small_data_set_with_nothing_but_bad_samples_says_so(tmp_path, count):
 
 def test_the_rate_is_judged_with_an_allowance_while_reading_and_exactly_at_the_end():
     bad = BadSamples("data", 0.01)
-    fault = ("json", "key", "broken")
+    fault = ("file", "key", "broken")
     for _ in range(22):
         bad.add(1, [fault])  # 10 of 1,000, and four times the root of 10
     with pytest.raises(
         CoderError,
-        match=r"23 of 23 samples skipped \(json 23\), more than max_bad_samples=0.01 of them "
-        r"\(of fewer than 1,000 samples: more than 10\); .*'key' \(json\): broken",
+        match=r"23 of 23 samples skipped \(file 23\), more than max_bad_samples=0.01 of them "
+        r"\(of fewer than 1,000 samples: more than 10\); .*'key' \(file\): broken",
     ):
         bad.add(1, [fault])
     bad.restart()
@@ -221,9 +229,9 @@ def test_where_every_picture_is_missing_the_folder_may_be_another(kinds, advice)
 def test_each_kind_is_named_ten_times_at_most_and_once_a_key(caplog):
     bad = BadSamples("data", 1.0)
     for number in range(40):
-        bad.add(1, [("json", f"j{number % 20}", "broken"), ("caption", "c", "it is empty")])
+        bad.add(1, [("file", f"j{number % 20}", "broken"), ("caption", "c", "it is empty")])
     messages = [record.getMessage() for record in caplog.records]
-    assert [text.split("'")[1] for text in messages if "(json)" in text] == [f"j{number}" for number in range(10)]
+    assert [text.split("'")[1] for text in messages if "(file)" in text] == [f"j{number}" for number in range(10)]
     assert (
         messages[-1].endswith("further ones of this kind are only counted")
         and sum("(caption)" in text for text in messages) == 1
@@ -235,9 +243,9 @@ def test_counts_of_ranks_are_added_and_travel_to_other_processes():
 
     parts = [BadSamples("data", 0.5) for _ in range(3)]
     for number, part in enumerate(parts):
-        part.add(10, [("json", f"k{number}", "broken")] * number)
+        part.add(10, [("file", f"k{number}", "broken")] * number)
     whole = total(pickle.loads(pickle.dumps(parts)))
-    assert str(whole) == "3 of 30 samples skipped (json 3)"
+    assert str(whole) == "3 of 30 samples skipped (file 3)"
     fault = pickle.loads(pickle.dumps(BadSample("caption", "it is empty")))
     assert (fault.kind, str(fault)) == ("caption", "it is empty") and set(KINDS) >= {kind for kind, _ in BAD}
 

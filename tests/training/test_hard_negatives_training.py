@@ -174,7 +174,7 @@ def test_mistakes_are_named(config, data, tmp_path):
     faulty.write_text("\n".join([lines[0] + ",negatives", *(f"{line}," for line in lines[1:-1]), f"{lines[-1]},a red dog"]))
     told = r"has a hard negative: .*; image '15.png': line 17: its .* are not a JSON list of texts, such as \[.a red dog.\]"
     with pytest.raises(CoderError, match=told):
-        HardNegatives(1).check(open_csv(str(faulty), csv_negatives_key="negatives"))
+        HardNegatives(1).check(open_csv(str(faulty), negatives_key="negatives"))
     with pytest.raises(CoderError, match="--negatives-file without --hard-negatives"):
         Trainer.from_config(config(negatives_file=data["negatives.tsv"], hard_negatives=0))
 

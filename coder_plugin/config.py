@@ -64,7 +64,9 @@ class ModelConfig:
     pretrained_image_path: str | None = _option(None, "start the image tower from this file (timm or torchvision keys)")
     lock_image: bool = _option(False, "freeze the image tower (LiT)")
     lock_image_unlocked_groups: int = _option(0, "leave the image tower's last n layer groups unlocked", at_least=0)
-    lock_image_freeze_bn_stats: bool = _option(False, "freeze BatchNorm statistics of the locked image layers")
+    lock_image_freeze_bn_stats: bool = _option(
+        True, "keep the BatchNorm statistics of frozen image layers (--lock-image, --lora-rank) as they are"
+    )
     lock_text: bool = _option(False, "freeze the text tower")
     lock_text_unlocked_layers: int = _option(0, "leave the text tower's last n layers unlocked", at_least=0)
     lock_text_freeze_layer_norm: bool = _option(False, "also freeze LayerNorm of the locked text layers")
@@ -218,6 +220,7 @@ class OptimConfig:
         1, "forward passes per optimizer step; the pairs of all of them are each other's negatives", at_least=1
     )
     epochs: int = _option(32, "passes over the data [32; scenes: 6]", at_least=1)
+    max_steps: int | None = _option(None, "optimizer steps, instead of --epochs; of both, the shorter", at_least=1)
     lr: float = _option(5e-4, "learning rate [5e-4; scenes: 1e-3]")
     wd: float = _option(0.2, "weight decay; not applied to biases, norms and temperatures", at_least=0)
     beta1: float | None = _option(None, "Adam's first beta [the optimizer's]")
@@ -606,6 +609,8 @@ def merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, An
             values.pop("warmup_epochs", None)
         elif "warmup_epochs" in options and "warmup" not in options:
             values.pop("warmup", None)
+        if "max_steps" in options and "epochs" not in options:  # a weaker layer's length does not shorten it
+            values.pop("epochs", None)
         if "loss" in values and options.get("loss", values["loss"]) != values["loss"]:
             for name in LOSS_OPTIONS:
                 values.pop(name, None)

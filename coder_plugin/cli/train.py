@@ -12,6 +12,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
+    from coder_plugin.recipes import NamedObjective
     from coder_plugin.training.loop import Trainer
 
 
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not flags.get("dry_run"):
         raise CoderError("--json prints the plan: add --dry-run")
     check_options(flags, file=file, file_name=str(arguments.config))
+    check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
     from coder_plugin.report.callback import WriteReport  # from here on torch is imported, which takes seconds
@@ -56,6 +58,49 @@ def run(arguments: argparse.Namespace) -> int:
     if trainer.log.main:
         echo(summary(trainer, result))
     return 0
+
+
+def check_concepts(*layers: Mapping[str, Any]) -> None:
+    """Check that a loss whose terms read concepts has a vocabulary, before torch is imported.
+
+    Args:
+        layers: options by flat name, weaker ones first.
+
+    Raises:
+        CoderError: there is none.
+    """
+    from coder_plugin import recipes
+    from coder_plugin.config import merge
+
+    options, _ = merge([("option", layer) for layer in layers])
+    settings = [setting.partition("=")[0].strip() for setting in options.get("set", ())]
+    loss, data = options.get("loss"), options.get("train_data")
+    if loss is None and "recipe" in options:
+        recipe = recipes.load(options["recipe"])
+        loss, settings = recipe.loss, [*settings, *recipe.options]
+    if loss is None or data in (None, "scenes") or "concepts" in options or "concepts.vocabulary" in settings:
+        return
+    if not any("concepts.vocabulary" in objective.options for objective in _objectives(loss)) and _reads_concepts(loss):
+        raise CoderError(
+            f'--loss "{loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
+            f"--train-data {data} --vectors glove.6B.300d.txt --output FILE"
+        )
+
+
+def _objectives(loss: str) -> list[NamedObjective]:
+    """The named objectives of a loss, and those that they consist of."""
+    from coder_plugin import recipes
+    from coder_plugin.objective import check_names
+
+    named = [recipes.find_objective(item.name) for item in check_names(loss).items]
+    return [each for objective in named if objective for each in (objective, *_objectives(objective.loss))]
+
+
+def _reads_concepts(loss: str) -> bool:
+    from coder_plugin.objective import check_names
+
+    parts = [loss, *(objective.loss for objective in _objectives(loss))]
+    return any(item.name in ("concept_dcl", "pgc") and item.source is None for part in parts for item in check_names(part).items)
 
 
 def kept(folder: Path) -> str:
@@ -75,7 +120,8 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
 
     lines = []
     if last := result["last"]:
-        rows = {f"last (epoch {last['epoch']})": last}
+        rows = {"before training": result["before"]} if result["before"] else {}
+        rows[f"last (epoch {last['epoch']})"] = last
         if best := result["best"]:
             rows[f"best (epoch {best['epoch']})"] = best
         lines += ["", format_table(rows), f"chance R@1: {100 / last['images']:.2f} %   images: {last['images']}"]

@@ -18,7 +18,7 @@ from coder_plugin.data.bad_samples import KINDS
 from coder_plugin.errors import CoderError
 
 #: Fields of a training run's manifest, where present.
-_OBJECTS = ("config", "objective", "last", "best", "zero_shot", "versions")
+_OBJECTS = ("config", "objective", "last", "best", "before", "zero_shot", "versions")
 #: Fields of a rank's position in the data.
 _POSITION = {
     **{name: int for name in ("epoch", "batches", "last", "leftover", "offset", "before", "rank")},
@@ -65,7 +65,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     objective = manifest.get("objective") or {}
     if not isinstance(objective.get("terms", []), list) or not isinstance(objective.get("heads", {}), dict):
         raise CoderError("its 'objective' does not hold a list of terms and an object of heads")
-    for name in ("last", "best"):
+    for name in ("last", "best", "before"):
         _check_results(name, manifest.get(name, {}))
     accuracy = manifest.get("zero_shot", {})
     if not all(type(value) in (int, float) for value in accuracy.values()) or type(accuracy.get("step", 0)) is not int:

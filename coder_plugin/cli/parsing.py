@@ -40,7 +40,7 @@ _ELSEWHERE = {
 }
 #: What other tools have an option for, and how it is done here.
 _ADVICE = {
-    "--device": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, and CUDA_VISIBLE_DEVICES= trains on the CPU",
+    "--device": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, and an empty one leaves the CPU",
 }
 
 
@@ -111,6 +111,9 @@ class CommandParser(argparse.ArgumentParser):
             hint = f"; did you mean --text {shlex.join(unknown)}?" if "--text" in flags else ""
             self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option{hint}")
         name = first.lower().replace("_", "-")
+        for action in self._actions:
+            if name[2:].replace("-", "_") in getattr(action, "names", ()):
+                self.error(f"unknown option {first}: write {action.option_strings[0]} {name[2:].replace('-', '_')}=VALUE")
         near = _ELSEWHERE.get(name, name)
         if near in _ADVICE and near not in flags:
             self.error(f"unknown option {first}: {_ADVICE[near]}")

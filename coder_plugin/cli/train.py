@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
@@ -16,8 +18,15 @@ if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin train`` besides the options of training."""
+
+    json: bool = option(False, "with --dry-run: print all of the plan, as JSON")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.cli.flags import add_command, add_flags
 
     parser = commands.add_parser(
         "train",
@@ -26,19 +35,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
     )
     add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print all of the plan, as JSON")
+    add_command(parser, Command)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_options
-    from coder_plugin.cli.flags import read_flags
+    from coder_plugin.cli.flags import read_command, read_flags
     from coder_plugin.config import read_file
     from coder_plugin.pretrained.options import resolve_config
 
     file = None if arguments.config is None else read_file(arguments.config)
-    flags = read_flags(arguments)
-    if arguments.json and not flags.get("dry_run"):
+    flags, as_json = read_flags(arguments), read_command(Command, arguments).json
+    if as_json and not flags.get("dry_run"):
         raise CoderError("--json prints the plan: add --dry-run")
     check_options(flags, file=file, file_name=str(arguments.config))
     check_concepts(*(options for options in (file, flags) if options))
@@ -49,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
-        trainer.print_plan(as_json=arguments.json)
+        trainer.print_plan(as_json=as_json)
         return 0
     try:
         result = trainer.run()
@@ -100,7 +109,8 @@ def _reads_concepts(loss: str) -> bool:
     from coder_plugin.objective import check_names
 
     parts = [loss, *(objective.loss for objective in _objectives(loss))]
-    return any(item.name in ("concept_dcl", "pgc") and item.source is None for part in parts for item in check_names(part).items)
+    items = [item for part in parts for item in check_names(part).items]
+    return any(item.name in ("concept_dcl", "pgc") and item.source is None for item in items)
 
 
 def kept(folder: Path) -> str:
@@ -144,7 +154,7 @@ def next_commands(trainer: Trainer) -> list[str]:
     reading: list[str] = []
     for name in READING:
         if options[name] not in (None, get_option(name).default):
-            reading += [get_option(name).flag, str(options[name])]
+            reading += get_option(name).words(options[name])
     index = str(trainer.folder / "index")
     text = "a red circle" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]

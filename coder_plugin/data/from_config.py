@@ -74,7 +74,7 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
         options.update(_negatives_options(config, options["kind"]))
     if split == "train" and config.dataset_resampled:
         if options["kind"] in _READER_OPTIONS and options["kind"] != "webdataset":
-            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {options['kind']!r}")
+            raise CoderError(f"--open-clip dataset_resampled draws shards, and {spec} is read by {options['kind']!r}")
         options["resampled"] = True
     if metadata:
         if options["kind"] in _READER_OPTIONS and options["kind"] not in _METADATA_READERS:

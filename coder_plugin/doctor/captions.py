@@ -152,7 +152,10 @@ def check_lengths(split: Split, tokenizer: Callable[[list[str]], Any]) -> Iterat
     text = (
         f"{share(len(cut), len(texts))} captions fill all {width} tokens and are truncated, such as {_start(cut[0])!r}"
     )
-    do = "shorten them, or use a longer context: --force-context-length (open_clip's), --model-kwargs context_length= (ours)"
+    do = (
+        "shorten them, or use a longer context: --open-clip force_context_length=N (open_clip's models), "
+        "--model-kwargs context_length=N (ours)"
+    )
     yield (warning if len(cut) > 0.01 * len(texts) else note)(f"{name}.captions.long", text, do)
 
 

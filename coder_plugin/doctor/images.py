@@ -136,7 +136,7 @@ def _sizes(name: str, looks: Sequence[Look], model: Any) -> Iterator[Finding]:
         text = f"{counted(huge)} have over {HUGE // 10**6} million pixels, {bytes_text(3 * biggest)} decoded: {_sized(huge)}"
         yield warning(f"{name}.huge", text, "scale them down beforehand: each loading process decodes them in full")
     if slim := [look for look in looks if max(look.size) > SLIM * min(look.size)]:
-        do = "a centre crop shows little of them: use --image-resize-mode longest or squash, or leave out banners"
+        do = "a centre crop shows little of them: use --open-clip image_resize_mode=longest or squash, or leave out banners"
         yield note(f"{name}.slim", f"{counted(slim)} are over {SLIM:g} times as long as wide: {_sized(slim)}", do)
     side = getattr(model, "image_size", None)
     if side is None:

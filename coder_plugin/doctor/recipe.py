@@ -125,7 +125,7 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
             )
         config = config.with_options(pretrained=None)
     if config.model.pretrained_image:
-        text = "--pretrained-image: timm's weights were not checked; they are downloaded when a run begins"
+        text = "--open-clip pretrained_image: timm's weights were not checked; they are downloaded when a run begins"
         notes.append(note("recipe.pretrained_image", text, "without a network: --pretrained-image-path FILE"))
         config = config.with_options(pretrained_image=False)
     return config, notes

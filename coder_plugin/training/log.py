@@ -82,8 +82,7 @@ class RunLog:
             flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}
             for name in tracker_names(run.report_to):
                 with self._optional(f"the settings for {name}"):
-                    started = start_tracker(self.accelerator, name, self.folder, project=run.wandb_project_name, config=flat)
-                    self.accelerator.trackers.append(started)
+                    start_tracker(self.accelerator, name, self.folder, project=run.wandb_project_name, config=flat)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -203,8 +202,8 @@ class Progress:
             self.explained.add("below zero")
             self.bar.clear()  # it is drawn anew below the line
             self.say(
-                f"{' and '.join(below)} can be negative (minimum -1.39 times its weight): DCL's term of the positive, -log(1 + S) "
-                "in both directions, falls to 2 * -log 2 as pairs match"
+                f"{' and '.join(below)} can be negative (minimum -1.39 times its weight): DCL's term of the positive, "
+                "-log(1 + S) in both directions, falls to 2 * -log 2 as pairs match"
             )
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ class Trainer:
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
         negatives = make_negatives(data, source)
-        batches = count_steps(source.name, samples, optim.batch_size, distributed.world_size())  # raises before a model is built
+        batches = count_steps(source.name, samples, optim.batch_size, distributed.world_size())
         self.steps_per_epoch = batches // optim.accum_freq
         if self.steps_per_epoch < 1:
             raise CoderError(f"--accum-freq {optim.accum_freq} is more than the {batches} batches of an epoch")
@@ -308,8 +308,8 @@ class Trainer:
             results = {"before": self.before, "last": self.last, "best": self.best, "folder": str(self.folder)}
             if self.best and self.best["rsum"] < self.before.get("rsum", 0.0):
                 self.log.warn(
-                    f"the best evaluation has R@sum {self.best['rsum']:.1f}, the model before training {self.before['rsum']:.1f}: "
-                    "training made it worse. Give a lower --lr, or a longer --warmup"
+                    f"the best evaluation has R@sum {self.best['rsum']:.1f}, the model before training "
+                    f"{self.before['rsum']:.1f}: training made it worse. Give a lower --lr, or a longer --warmup"
                 )
             for callback in self.callbacks:
                 callback.on_train_end(self, results)

@@ -112,7 +112,7 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         for name, each in settings.items()
         if (each["from"] != "default" or name in _ALWAYS) and name != "dry_run"
     }
-    flags = {name: f"{get_option(name).flag} {_format_option(each['value'])}" for name, each in chosen.items()}
+    flags = {name: " ".join(get_option(name).words(each["value"])) for name, each in chosen.items()}
     width = max(map(len, flags.values()))
     lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
     lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
@@ -121,7 +121,3 @@ def format_plan(plan: Mapping[str, Any]) -> str:
 
 def _name_data(data: Mapping[str, Any]) -> str:
     return data["name"] if data["images"] is None else f"{data['name']}: {data['images']:,} images"
-
-
-def _format_option(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -335,12 +335,12 @@ def make_training_model(
         )
     start_heads(model, config.model.pretrained)
     if config.model.lock_image:
-        with _partly_locked("--lock-image-unlocked-groups", config.model.name):
+        with _partly_locked("--open-clip lock_image_unlocked_groups", config.model.name):
             model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
         # open_clip's Hugging Face text towers can leave LayerNorms unlocked; its others always lock them, or cannot be locked
         always = not hasattr(getattr(model, "text", None), "pooler")
-        with _partly_locked("--lock-text-unlocked-layers", config.model.name):
+        with _partly_locked("--open-clip lock_text_unlocked_layers", config.model.name):
             model.lock_text_tower(
                 unlocked_layers=config.model.lock_text_unlocked_layers,
                 freeze_layer_norm=always or config.model.lock_text_freeze_layer_norm,

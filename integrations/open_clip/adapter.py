@@ -84,7 +84,7 @@ class Adapter:
             if not any(each.startswith("--prec") for each in rest) and not torch.cuda.is_available():
                 args.precision = "fp32"
                 if os.environ.get("RANK", "0") == "0":
-                    echo("--precision fp32, because there is no GPU (open_clip's default, amp, is several times slower on a CPU)")
+                    echo("--precision fp32, because there is no GPU (open_clip's default, amp, is slower on a CPU)")
             self.run = Run(ours, args)
         for handler in [each for each in logging.getLogger().handlers if type(each) is logging.StreamHandler]:
             logging.getLogger().removeHandler(handler)  # of a message until now: upstream adds its own, and lines came twice

@@ -29,10 +29,13 @@ def test_help_of_train_fits_two_screens_and_help_all_has_every_option(capsys, mo
     monkeypatch.setenv("COLUMNS", "80")
     brief, full = shown(capsys, "train", "--help"), shown(capsys, "train", "--help-all")
     assert brief.startswith("usage: coder-plugin train [options]\n") and len(brief.splitlines()) <= 78
-    titles = ("data:", "model:", "objective:", "optimisation:", "run and output:")
-    assert all(f"\n{title}\n" in brief for title in titles) and "\nevaluation:\n" in full and "\nevaluation:\n" not in brief
-    flags = [option.flag for option in options_by_name().values()]
+    titles = ("objective:", "model:", "data:", "optimisation:", "run and output:")
+    assert [line for line in brief.splitlines() if line in titles] == list(titles)
+    assert "\nevaluation:\n" in full and "\nevaluation:\n" not in brief
+    flags = [option.flag for option in options_by_name().values() if not option.listed] + ["--open-clip"]
     assert all(f"  {flag}" in full for flag in flags)
+    listed = " ".join(full.partition("--open-clip ")[2].split())
+    assert all(f"{name}: {option.help}" in listed for name, option in options_by_name().items() if option.listed)
     hidden = [flag for flag in flags if f"  {flag}" not in brief]
     assert "--gather-dtype" in hidden and not {"--train-data", "--model", "--loss", "--batch-size", "--resume"} & set(hidden)
     assert f"\n{len(hidden)} more options: coder-plugin train --help-all\n" in brief and "more options" not in full
@@ -85,7 +88,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_warns_of_the_default_rate_and_of_one_pair_once(table, tmp_path, tiny_model, capsys, caplog) -> None:
     torch.save(create_model(tiny_model, loss="clip").state_dict(), tmp_path / "weights.pt")
-    command = ["train", "--dry-run", "--model", tiny_model, "--loss", "clip", "--batch-size", "1", "--logs", str(tmp_path)]
+    command = ["train", "--dry-run", "--model", tiny_model, "--loss", "clip + m_dcl", "--batch-size", "1"]
+    command += ["--logs", str(tmp_path)]
     command += ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
     assert main([*command, "--pretrained", str(tmp_path / "weights.pt")]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())

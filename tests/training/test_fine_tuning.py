@@ -176,7 +176,7 @@ def test_zero_shot_accuracy_is_measured_while_training(config: Any, classes: str
     assert "top-1" in chart.note and "mean per class" in chart.note
     findings = {each.name: each for each in doctor_run.check_log(folder)}
     assert any(name in findings for name in ("run.zeroshot", "run.zeroshot.fallen")) and "run.recall.finite" not in findings
-    build_parser().parse_args(["train", "--zeroshot", classes, "--zeroshot-frequency", "2", "--templates", "simple"])
+    build_parser().parse_args(["train", "--zeroshot", classes, "--open-clip", "zeroshot_frequency=2", "--templates", "simple"])
 
     plain = Trainer.from_config(config("plain", **few_steps))
     plain.val = few(plain)

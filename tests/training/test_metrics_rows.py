@@ -19,7 +19,6 @@ from coder_plugin.files import sha256_json
 from coder_plugin.training import checkpoint
 from tests.reliability.tiny_run import items, options, rows, trainer
 
-
 RECALL = {f"{direction}_{name}": 1.0 for direction in ("i2t", "t2i") for name in ("r1", "r5", "r10", "medr", "meanr")}
 RECALL |= {"images": 8, "texts": 8}
 
@@ -89,7 +88,8 @@ def test_training_that_makes_a_model_worse_is_reported(tmp_path: Path, caplog: A
     assert results["before"]["rsum"] == 52.4 and results["best"]["rsum"] == 25.6
     assert "the best evaluation has R@sum 25.6, the model before training 52.4: training made it worse" in caplog.text
     table = summary(made, results)
-    assert [line.split()[0] for line in table.splitlines() if " 52.4 " in line or " 25.6 " in line] == ["before", "last", "best"]
+    lines = [line.split() for line in table.splitlines() if " 52.4 " in line or " 25.6 " in line]
+    assert [words[0] for words in lines] == ["before", "last", "best"]
     again = trainer(options(tmp_path, epochs=2, report=False, resume="latest", val_frequency=0))
     again.run()
     assert again.before["rsum"] == 52.4

@@ -76,7 +76,8 @@ def test_statistics_of_frozen_batch_norms(options, frozen, tmp_path, caplog):
 def test_statistics_follow_the_parameters_around_them():
     """However they were frozen; copies that heads hold keep their own mode."""
     model = nn.Module()
-    model.frozen = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.InstanceNorm2d(3, track_running_stats=True))
+    norms = nn.BatchNorm2d(3, affine=False), nn.InstanceNorm2d(3, track_running_stats=True)
+    model.frozen = nn.Sequential(nn.Conv2d(3, 3, 1), *norms)
     model.trained = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3).requires_grad_(False))
     model.momentum = ModelCopy(mode="train")
     model.momentum.model = nn.Sequential(nn.BatchNorm2d(3)).requires_grad_(False)

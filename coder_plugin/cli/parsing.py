@@ -114,7 +114,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in self._actions:
             if name[2:].replace("-", "_") in getattr(action, "names", ()):
                 self.error(f"unknown option {first}: write {action.option_strings[0]} {name[2:].replace('-', '_')}=VALUE")
-        near = _ELSEWHERE.get(name, name)
+        near: str | None = _ELSEWHERE.get(name, name)
         if near in _ADVICE and near not in flags:
             self.error(f"unknown option {first}: {_ADVICE[near]}")
         if near not in flags:

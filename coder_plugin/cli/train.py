@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
-    from coder_plugin.recipes import NamedObjective
+    from coder_plugin.expression import Item
     from coder_plugin.training.loop import Trainer
 
 
@@ -82,35 +82,32 @@ def check_concepts(*layers: Mapping[str, Any]) -> None:
     from coder_plugin.config import merge
 
     options, _ = merge([("option", layer) for layer in layers])
-    settings = [setting.partition("=")[0].strip() for setting in options.get("set", ())]
+    settings = {setting.partition("=")[0].strip() for setting in options.get("set", ())}
     loss, data = options.get("loss"), options.get("train_data")
     if loss is None and "recipe" in options:
         recipe = recipes.load(options["recipe"])
-        loss, settings = recipe.loss, [*settings, *recipe.options]
-    if loss is None or data in (None, "scenes") or "concepts" in options or "concepts.vocabulary" in settings:
+        loss, settings = recipe.loss, settings | recipe.options.keys()
+    if loss is None or data in (None, "scenes") or "concepts" in options:
         return
-    if not any("concepts.vocabulary" in objective.options for objective in _objectives(loss)) and _reads_concepts(loss):
+    terms = [item for item in _terms(loss, settings) if item.name in ("concept_dcl", "pgc")]
+    if any(item.source is None and "head" not in item.options for item in terms) and "concepts.vocabulary" not in settings:
         raise CoderError(
             f'--loss "{loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
             f"--train-data {data} --vectors glove.6B.300d.txt --output FILE"
         )
 
 
-def _objectives(loss: str) -> list[NamedObjective]:
-    """The named objectives of a loss, and those that they consist of."""
+def _terms(loss: str, settings: set[str]) -> Iterator[Item]:
+    """The terms of a loss, and of the objectives that it names, whose options are added to ``settings``."""
     from coder_plugin import recipes
     from coder_plugin.objective import check_names
 
-    named = [recipes.find_objective(item.name) for item in check_names(loss).items]
-    return [each for objective in named if objective for each in (objective, *_objectives(objective.loss))]
-
-
-def _reads_concepts(loss: str) -> bool:
-    from coder_plugin.objective import check_names
-
-    parts = [loss, *(objective.loss for objective in _objectives(loss))]
-    items = [item for part in parts for item in check_names(part).items]
-    return any(item.name in ("concept_dcl", "pgc") and item.source is None for item in items)
+    for item in check_names(loss).items:
+        if (objective := recipes.find_objective(item.name)) is None:
+            yield item
+        else:
+            settings |= objective.options.keys()
+            yield from _terms(objective.loss, settings)
 
 
 def kept(folder: Path) -> str:

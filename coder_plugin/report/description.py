@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shlex
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coder_plugin import registry
-from coder_plugin.config import TrainConfig, flatten, options_by_name, resolve
+from coder_plugin.config import TrainConfig, flatten, get_option, options_by_name, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.report.charts import format_number
@@ -157,7 +158,8 @@ def commands(run: RunFolder) -> list[tuple[str, str]]:
     ranks = int((run.plan or {}).get("ranks", 1))
     try:
         train = [("train", train_command(run.config, ranks=ranks))]
-        if (run.manifest or {}).get("epoch", 0) < (run.config.get("epochs") or 0):
+        done, steps = run.manifest or {}, (run.plan or {}).get("steps", math.inf)
+        if done.get("epoch", 0) < (run.config.get("epochs") or 0) and done.get("step", 0) < steps:
             resume = resume_command(run.config, run.path.resolve(), ranks=ranks)
             train.append(("resume the run, which has not reached its last epoch", resume))
     except CoderError as error:
@@ -214,8 +216,4 @@ def _resolves_to(options: Mapping[str, Any], target: TrainConfig) -> bool:
 
 
 def _flag(name: str, value: Any) -> str:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        return flag if value else f"--no-{name.replace('_', '-')}"
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return " ".join([flag, *(shlex.quote(str(each)) for each in values)])
+    return " ".join(map(shlex.quote, get_option(name).words(value)))

@@ -282,6 +282,17 @@ def test_a_rate_above_what_pretrained_weights_bear(options: dict[str, Any], said
     assert said is None or said in found["rate"]
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({"lr": 1e-5}, True), ({"lr": 5e-5}, True), ({"lr": 1e-4}, False), ({"lr": 1e-5, "opt": "sgd"}, False)],
+)
+def test_a_rate_for_pretrained_weights_on_random_ones(options: dict[str, Any], warned: bool, tiny_model: str) -> None:
+    found = advice({"model": tiny_model, **options})
+    assert ("start from random weights, and --lr" in found.get("rate", "")) is warned
+    assert "rate" not in advice({"model": tiny_model, "name": "run", "resume": "latest", **options})
+    assert "random" not in advice({"model": tiny_model, "pretrained": "weights.pt", **options}).get("rate", "")
+
+
 def test_the_rate_of_adapters_and_of_locked_towers_is_their_own(config: Any, caplog: Any) -> None:
     for options, warned in (({"lora_rank": 2}, 0), ({"lock_image": True, "lock_text": True}, 0), ({"lock_text": True}, 1)):
         caplog.clear()

@@ -90,6 +90,13 @@ def test_statistics_follow_the_parameters_around_them():
     assert model.momentum.model[0].training and type(model.momentum.model[0]) is nn.BatchNorm2d
 
 
+def test_a_number_of_steps_replaces_the_epochs_of_weaker_layers():
+    assert "epochs" not in resolve_config({"max_steps": 5}).origins  # the scenes' six
+    both = resolve_config({"max_steps": 5, "epochs": 1})
+    assert both.optim.epochs == 1 and both.optim.max_steps == 5
+    assert resolve_config({"epochs": 2}, file={"max_steps": 5}).origins["epochs"] == "flag"
+
+
 def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     def local_loss(loss=None, **options):
         config = resolve_config({"model": tiny_model, "loss": "dcl", **options}, flags_name="argument")

@@ -378,17 +378,20 @@ class CoderLoss(nn.Module):
             self._warned.add(about)
             logging.warning(message, *values)
 
-    def warn_of_one_pair(
-        self, advice: str = "use a larger batch size, and leave out a last batch of one (drop_last)"
-    ) -> None:
-        """Warn once of a batch of one pair, if terms take their negatives from the other pairs of the batch alone."""
-        terms = [
+    def without_negatives(self) -> list[str]:
+        """The terms that have no negatives in a batch of one pair: they take them from the other pairs of the batch alone."""
+        return [
             spec.name
             for spec, term in zip(self.objective.terms, self.terms.values(), strict=True)
             if spec.name in _NEGATIVES_OF_BATCH
             and not {"coder_image_keys", "coder_negative_ids"} & {*term.requires}  # of the momentum banks, hard negatives
         ]
-        if terms:
+
+    def warn_of_one_pair(
+        self, advice: str = "use a larger batch size, and leave out a last batch of one (drop_last)"
+    ) -> None:
+        """Warn once of a batch of one pair, if terms take their negatives from the other pairs of the batch alone."""
+        if terms := self.without_negatives():
             names = " and ".join(terms)
             self.warn_once("one pair", "a batch of one pair has no negatives, and %s has no others: %s", names, advice)
 

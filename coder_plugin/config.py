@@ -15,7 +15,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ else:
     import tomli as tomllib
 
 
-def _option(
+def option(
     default: Any,
     help: str,
     *,
@@ -39,106 +39,76 @@ def _option(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    metavar: str | None = None,
+    common: bool = False,
+    listed: bool = False,
+    uses: Collection[str] = (),
+    positional: bool = False,
 ) -> Any:
-    metadata = {"flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below}
+    """A field of a dataclass of options, from which its flag is made; the only place where an option is declared.
+
+    Args:
+        default: its default; ``dataclasses.MISSING`` for an option that must be given.
+        help: its text in ``--help``.
+        flag: its flat name, if it is not the field's.
+        choices, at_least, above, below: what is allowed.
+        metavar: its value in ``--help``.
+        common: whether ``--help`` shows it; other options are shown by ``--help-all``.
+        listed: whether the command line sets it in the list of ``--open-clip``.
+        uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
+        positional: whether it is an argument without a flag.
+    """
+    metadata = {
+        "flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below,
+        "metavar": metavar, "common": common, "listed": listed, "uses": uses, "positional": positional,
+    }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Which model, which weights it starts from, and which of its layers train."""
-
-    name: str = _option(
-        "coder-tiny",
-        "open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
-        "transformers:OWNER/NAME), or region-bert and the like; required with --train-data [scenes: coder-tiny]",
-        flag="model",
-    )
-    kwargs: list[str] = _option(
-        [], "options of a region model, OPTION=VALUE, such as text=FOLDER embed_dim=512", flag="model_kwargs"
-    )
-    pretrained: str | None = _option(None, "CLIP weights to start from: an open_clip tag, a file, or an export's folder")
-    pretrained_image: bool = _option(False, "start the image tower from timm's ImageNet weights (downloads)")
-    pretrained_image_path: str | None = _option(None, "start the image tower from this file (timm or torchvision keys)")
-    lock_image: bool = _option(False, "freeze the image tower (LiT)")
-    lock_image_unlocked_groups: int = _option(0, "leave the image tower's last n layer groups unlocked", at_least=0)
-    lock_image_freeze_bn_stats: bool = _option(False, "freeze BatchNorm statistics of the locked image layers")
-    lock_text: bool = _option(False, "freeze the text tower")
-    lock_text_unlocked_layers: int = _option(0, "leave the text tower's last n layers unlocked", at_least=0)
-    lock_text_freeze_layer_norm: bool = _option(False, "also freeze LayerNorm of the locked text layers")
-    force_image_size: int | list[int] | None = _option(None, "override the model's image size in pixels")
-    force_context_length: int | None = _option(None, "override the model's text length in tokens")
-    force_quick_gelu: bool = _option(False, "use QuickGELU, which OpenAI's weights need")
-    force_patch_dropout: float | None = _option(None, "override the model's patch dropout")
-    force_custom_text: bool = _option(False, "use open_clip's CustomTextCLIP for built-in text towers")
-    image_mean: list[float] | None = _option(None, "override the image mean, one value per channel")
-    image_std: list[float] | None = _option(None, "override the image standard deviation, one value per channel")
-    image_interpolation: str | None = _option(None, "image resize", choices=("bicubic", "bilinear", "random"))
-    image_resize_mode: str | None = _option(None, "evaluation resize", choices=("shortest", "longest", "squash"))
-    aug_cfg: list[str] = _option([], "open_clip's augmentation options, OPTION=VALUE")
-    cache_dir: str | None = _option(None, "folder for open_clip's downloads")
-    grad_checkpointing: bool = _option(False, "recompute activations in the backward pass: slower, less memory")
-    channels_last: bool = _option(False, "keep images channels-last, which is faster for convolutional towers")
-    torchcompile: bool = _option(False, "compile the model with torch.compile")
-    aggregator: str = _option(
-        "tower",
-        "the features of an image or a text: the towers' own, GPO over their tokens, or GPO with the decoder that CODER prints",
-        choices=("tower", "gpo", "gpo-mlp"),
-    )
-    context_blocks: int = _option(
-        1,
-        "SelfAlign on open_clip towers: blocks between the layer that gives local features and the layer that gives contexts",
-        at_least=1,
-    )
-    lora_rank: int = _option(0, "train low-rank adapters of this rank instead of the towers' weights (needs peft)", at_least=0)
-    lora_alpha: float | None = _option(None, "scale of the adapters [their rank]", above=0)
-
-    def __post_init__(self) -> None:
-        for setting in self.kwargs:
-            if "=" not in setting:
-                raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """What is minimised, and what its terms need besides the data."""
 
-    expression: str = _option(
-        "dcl", 'what to minimise: a loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)"', flag="loss"
+    expression: str = option(
+        "dcl", 'what to minimise: a loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)"', flag="loss",
+        metavar="EXPRESSION", common=True
     )
-    set: list[str] = _option([], "options of terms and heads, OWNER.OPTION=VALUE, such as dcl.mu=0.07")
-    concepts: str | None = _option(None, "concept vocabulary, a file made by coder-plugin concepts [scenes: built in]")
-    negatives: str | None = _option(
-        None, "AsCL's noised negatives: mixture, none, or names with options, such as 'gaussian(std=0.2)+shuffle'"
+    set: list[str] = option(
+        [], "options of terms and heads, such as dcl.mu=0.07", metavar="OWNER.OPTION=VALUE",
+        uses=("loss",), common=True
     )
-    positives: str | None = _option(None, "AsCL's positive captions: join, truncate, join+truncate or none [join+truncate]")
-    tagger: str | None = _option(
-        None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]"
+    concepts: str | None = option(
+        None, "concept vocabulary, a file made by coder-plugin concepts [scenes: built in]", metavar="FILE", uses=("loss",),
+        common=True
     )
-    local_loss: bool | None = _option(
-        None,
-        "each rank compares only its own anchors with the candidates of all ranks; the loss is the same [with several "
-        "processes]",
+    negatives: str | None = option(
+        None, "AsCL's noised negatives: mixture, none, or names with options, such as 'gaussian(std=0.2)+shuffle'",
+        uses=("loss",)
     )
-    gather_dtype: str = _option(
-        "exact",
-        "how features, and the gradients that return, travel between ranks: in their own type (exact), or rounded to bfloat16, "
-        "in half the bytes",
-        choices=("exact", "bfloat16"),
+    positives: str | None = option(
+        None, "AsCL's positive captions: join, truncate, join+truncate or none [join+truncate]", uses=("loss",)
     )
-    gather: str = _option(
-        "all",
-        "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
-        "holds the global batch (ring; docs/training.md names what it serves)",
-        choices=("all", "ring"),
+    tagger: str | None = option(
+        None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]",
+        uses=("loss",)
     )
-    loss_impl: str = _option(
-        "auto",
-        "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
-        "memory that grows with the batch size alone (tiled)",
-        choices=("auto", "reference", "tiled"),
+    local_loss: bool | None = option(
+        None, "each rank compares only its own anchors with the candidates of all ranks; the loss is the same [with several "
+        "processes]"
+    )
+    gather_dtype: str = option(
+        "exact", "how features, and the gradients that return, travel between ranks: in their own type (exact), or rounded to "
+        "bfloat16, in half the bytes", choices=("exact", "bfloat16")
+    )
+    gather: str = option(
+        "all", "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so "
+        "that none holds the global batch (ring; docs/training.md names what it serves)", choices=("all", "ring")
+    )
+    loss_impl: str = option(
+        "auto", "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to "
+        "rounding, in memory that grows with the batch size alone (tiled)", choices=("auto", "reference", "tiled")
     )
 
     def __post_init__(self) -> None:
@@ -148,60 +118,150 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, which weights it starts from, and which of its layers train."""
+
+    name: str = option(
+        "coder-tiny", "open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
+        "transformers:OWNER/NAME), or region-bert and the like; required with --train-data [scenes: coder-tiny]", flag="model",
+        uses=("opening",), common=True
+    )
+    kwargs: list[str] = option(
+        [], "options of a region model, OPTION=VALUE, such as text=FOLDER embed_dim=512", flag="model_kwargs",
+        metavar="OPTION=VALUE", uses=("opening",)
+    )
+    pretrained: str | None = option(
+        None, "CLIP weights to start from: an open_clip tag, a file, or an export's folder", metavar="WEIGHTS",
+        uses=("opening",), common=True
+    )
+    pretrained_image: bool = option(False, "start the image tower from timm's ImageNet weights (downloads)", listed=True)
+    pretrained_image_path: str | None = option(
+        None, "start the image tower from this file (timm or torchvision keys)", metavar="FILE"
+    )
+    lock_image: bool = option(False, "freeze the image tower (LiT)", common=True)
+    lock_image_unlocked_groups: int = option(0, "leave the image tower's last n layer groups unlocked", at_least=0, listed=True)
+    lock_image_freeze_bn_stats: bool = option(
+        True, "keep the BatchNorm statistics of frozen image layers (--lock-image, --lora-rank) as they are"
+    )
+    lock_text: bool = option(False, "freeze the text tower")
+    lock_text_unlocked_layers: int = option(0, "leave the text tower's last n layers unlocked", at_least=0, listed=True)
+    lock_text_freeze_layer_norm: bool = option(False, "also freeze LayerNorm of the locked text layers")
+    force_image_size: int | list[int] | None = option(None, "override the model's image size in pixels", uses=("opening",))
+    force_context_length: int | None = option(
+        None, "override the model's text length in tokens", listed=True, uses=("opening",)
+    )
+    force_quick_gelu: bool = option(False, "use QuickGELU, which OpenAI's weights need", listed=True, uses=("opening",))
+    force_patch_dropout: float | None = option(None, "override the model's patch dropout", listed=True)
+    force_custom_text: bool = option(
+        False, "use open_clip's CustomTextCLIP for built-in text towers", listed=True, uses=("opening",)
+    )
+    image_mean: list[float] | None = option(None, "override the image mean, one value per channel", uses=("opening",))
+    image_std: list[float] | None = option(
+        None, "override the image standard deviation, one value per channel", uses=("opening",)
+    )
+    image_interpolation: str | None = option(
+        None, "image resize", choices=("bicubic", "bilinear", "random"), listed=True, uses=("opening",)
+    )
+    image_resize_mode: str | None = option(
+        None, "evaluation resize", choices=("shortest", "longest", "squash"), listed=True, uses=("opening",)
+    )
+    aug_cfg: list[str] = option([], "open_clip's augmentation options, OPTION=VALUE", metavar="OPTION=VALUE")
+    cache_dir: str | None = option(None, "folder for open_clip's downloads", listed=True, uses=("opening",))
+    grad_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory")
+    channels_last: bool = option(False, "keep images channels-last, which is faster for convolutional towers")
+    torchcompile: bool = option(False, "compile the model with torch.compile", listed=True)
+    aggregator: str = option(
+        "tower", "the features of an image or a text: the towers' own, GPO over their tokens, or GPO with the decoder that "
+        "CODER prints", choices=("tower", "gpo", "gpo-mlp")
+    )
+    context_blocks: int = option(
+        1, "SelfAlign on open_clip towers: blocks between the layer that gives local features and the layer that gives "
+        "contexts", at_least=1
+    )
+    lora_rank: int = option(
+        0, "train low-rank adapters of this rank instead of the towers' weights (needs peft)", at_least=0, common=True
+    )
+    lora_alpha: float | None = option(None, "scale of the adapters [their rank]", above=0)
+
+    def __post_init__(self) -> None:
+        for setting in self.kwargs:
+            if "=" not in setting:
+                raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which data are read, and how."""
 
-    train: str | None = _option(
-        None,
-        "training data: a .csv, Karpathy or COCO .json, shards (brace pattern, also https://, hf://, s3://, gs:// or "
+    train: str | None = option(
+        None, "training data: a .csv, Karpathy or COCO .json, shards (brace pattern, also https://, hf://, s3://, gs:// or "
         "pipe:COMMAND), a folder of img2dataset or precomp, or of Hugging Face: hf:OWNER/NAME, .parquet files, a saved folder "
-        "[the built-in scenes]",
-        flag="train_data",
+        "[the built-in scenes]", flag="train_data", metavar="DATA", common=True
     )
-    val: str | None = _option(None, "validation data, in the same forms", flag="val_data")
-    dataset_type: str = _option(
+    val: str | None = option(None, "validation data, in the same forms", flag="val_data", metavar="DATA", common=True)
+    dataset_type: str = option(
         "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
-        "plugin's"
+        "plugin's", uses=("reading",)
     )
-    image_root: str | None = _option(None, "folder of the pictures that a table or a .json names")
-    regions: str | None = _option(None, "region features: files or folders joined with ::")
-    regions_type: str = _option(
-        "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
+    image_root: str | None = option(
+        None, "folder of the pictures that a table or a .json names", metavar="FOLDER", uses=("reading",), common=True
     )
-    max_regions: int = _option(36, "read at most the first n regions of an image", at_least=1)
-    region_dropout: float = _option(
+    regions: str | None = option(
+        None, "region features: files or folders joined with ::", metavar="DATA", uses=("reading",), common=True
+    )
+    regions_type: str = option(
+        "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's",
+        uses=("reading",)
+    )
+    max_regions: int = option(36, "read at most the first n regions of an image", at_least=1, uses=("opening",))
+    region_dropout: float = option(
         0.0, "share of regions dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
     )
-    word_dropout: float = _option(
+    word_dropout: float = option(
         0.0, "share of words masked, replaced or dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
     )
-    train_num_samples: int | None = _option(
+    train_num_samples: int | None = option(
         None, "samples per epoch, where the data cannot be counted or should be fewer", at_least=1
     )
-    dataset_resampled: bool = _option(False, "draw shards with replacement")
-    captions: str = _option(
-        "draw", "draw: one caption per image and epoch; all: every caption is a pair", choices=("draw", "all")
+    dataset_resampled: bool = option(False, "draw shards with replacement", listed=True)
+    captions: str = option(
+        "draw", "draw: one caption per image and epoch; all: every caption is a pair", choices=("draw", "all"), common=True
     )
-    csv_separator: str | None = _option(None, "column separator of CSV files [detected: tab, comma, semicolon or |]")
-    csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
-    csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
-    csv_negatives_key: str | None = _option(None, "CSV column of hard negatives, a JSON list of texts [negatives]")
-    negatives_file: str | None = _option(
-        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs"
+    csv_separator: str | None = option(
+        None, "column separator of CSV files [detected: tab, comma, semicolon or |]", metavar="CHARACTER", uses=("reading",)
     )
-    hard_negatives: int = _option(
+    csv_img_key: str | None = option(
+        None, "CSV column of image paths [filepath]", metavar="COLUMN", uses=("reading",), common=True
+    )
+    csv_caption_key: str | None = option(
+        None, "CSV column of captions [title]", metavar="COLUMN", uses=("reading",), common=True
+    )
+    csv_negatives_key: str | None = option(
+        None, "CSV column of hard negatives, a JSON list of texts [negatives]", metavar="COLUMN"
+    )
+    negatives_file: str | None = option(
+        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs", metavar="FILE"
+    )
+    hard_negatives: int = option(
         0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0
     )
-    image_column: str | None = _option(None, "column of the pictures of Hugging Face data [its images]")
-    caption_column: list[str] = _option([], "columns of the captions of Hugging Face data [captions, caption, text ...]")
-    key_column: str | None = _option(None, "column of the images' names in Hugging Face data [key, image_id, filename ...]")
-    max_bad_samples: float = _option(
+    image_column: str | None = option(
+        None, "column of the pictures of Hugging Face data [its images]", metavar="COLUMN", uses=("reading",)
+    )
+    caption_column: list[str] = option(
+        [], "columns of the captions of Hugging Face data [captions, caption, text ...]", metavar="COLUMN", uses=("reading",)
+    )
+    key_column: str | None = option(
+        None, "column of the images' names in Hugging Face data [key, image_id, filename ...]", metavar="COLUMN",
+        uses=("reading",)
+    )
+    max_bad_samples: float = option(
         0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
     )
-    max_image_pixels: int | None = _option(
+    max_image_pixels: int | None = option(
         None, "refuse pictures of more pixels before decoding [89,478,485; at most twice that]", at_least=1, below=178_956_971
     )
-    workers: int = _option(2, "data loading processes per rank", at_least=0)
+    workers: int = option(2, "data loading processes per rank", at_least=0, common=True)
 
     @property
     def on_scenes(self) -> bool:
@@ -213,34 +273,36 @@ class DataConfig:
 class OptimConfig:
     """Batches, optimizer, schedule and precision."""
 
-    batch_size: int = _option(64, "pairs per rank and forward pass [64; scenes: 128]", at_least=1)
-    accum_freq: int = _option(
-        1, "forward passes per optimizer step; the pairs of all of them are each other's negatives", at_least=1
+    batch_size: int = option(64, "pairs per rank and forward pass [64; scenes: 128]", at_least=1, common=True)
+    accum_freq: int = option(
+        1, "forward passes per optimizer step; the pairs of all of them are each other's negatives", at_least=1, common=True
     )
-    epochs: int = _option(32, "passes over the data [32; scenes: 6]", at_least=1)
-    lr: float = _option(5e-4, "learning rate [5e-4; scenes: 1e-3]")
-    wd: float = _option(0.2, "weight decay; not applied to biases, norms and temperatures", at_least=0)
-    beta1: float | None = _option(None, "Adam's first beta [the optimizer's]")
-    beta2: float | None = _option(None, "Adam's second beta [the optimizer's]")
-    eps: float | None = _option(None, "Adam's epsilon [the optimizer's]")
-    momentum: float | None = _option(None, "momentum, for optimizers that have one [the optimizer's]")
-    opt: str = _option("adamw", "name of a timm optimizer")
-    warmup: int | None = _option(None, "linear warm-up in steps [5 % of all steps]", at_least=0)
-    warmup_epochs: float | None = _option(None, "linear warm-up in epochs, instead of --warmup", at_least=0)
-    lr_scheduler: str = _option("cosine", "schedule after the warm-up", choices=("cosine", "const", "step"))
-    lr_step_epochs: int = _option(15, "epochs between the drops of --lr-scheduler step", at_least=1)
-    lr_step_gamma: float = _option(0.1, "factor of each drop of --lr-scheduler step")
-    layer_decay: float = _option(1.0, "factor on the learning rate per layer, from the towers' outputs to their inputs")
-    heads_lr_scale: float = _option(1.0, "factor on the learning rate of the heads that the loss adds", at_least=0)
-    text_lr_scale: float = _option(1.0, "factor on the text encoder's learning rate [1; region-bert: 0.1]", at_least=0)
-    grad_clip_norm: float | None = _option(None, "clip the gradient to this norm [no clipping]")
-    ema_decay: float | None = _option(
+    epochs: int = option(32, "passes over the data [32; scenes: 6]", at_least=1, common=True)
+    max_steps: int | None = option(None, "optimizer steps, instead of --epochs", at_least=1, common=True)
+    lr: float = option(5e-4, "learning rate [5e-4; scenes: 1e-3]", common=True)
+    wd: float = option(0.2, "weight decay; not applied to biases, norms and temperatures", at_least=0, common=True)
+    beta1: float | None = option(None, "Adam's first beta [the optimizer's]", listed=True)
+    beta2: float | None = option(None, "Adam's second beta [the optimizer's]", listed=True)
+    eps: float | None = option(None, "Adam's epsilon [the optimizer's]", listed=True)
+    momentum: float | None = option(None, "momentum, for optimizers that have one [the optimizer's]", listed=True)
+    opt: str = option("adamw", "name of a timm optimizer")
+    warmup: int | None = option(None, "linear warm-up in steps [5 % of all steps]", at_least=0, common=True)
+    warmup_epochs: float | None = option(None, "linear warm-up in epochs, instead of --warmup", at_least=0)
+    lr_scheduler: str = option("cosine", "schedule after the warm-up", choices=("cosine", "const", "step"))
+    lr_step_epochs: int = option(15, "epochs between the drops of --lr-scheduler step", at_least=1)
+    lr_step_gamma: float = option(0.1, "factor of each drop of --lr-scheduler step")
+    layer_decay: float = option(1.0, "factor on the learning rate per layer, from the towers' outputs to their inputs")
+    heads_lr_scale: float = option(1.0, "factor on the learning rate of the heads that the loss adds", at_least=0)
+    text_lr_scale: float = option(1.0, "factor on the text encoder's learning rate [1; region-bert: 0.1]", at_least=0)
+    grad_clip_norm: float | None = option(None, "clip the gradient to this norm [no clipping]")
+    ema_decay: float | None = option(
         None, "decay of an exponential moving average of the weights, which is evaluated and exported [no average]"
     )
-    precision: str = _option(
-        "auto", "autocast [bf16 on GPU, fp32 on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16")
+    precision: str = option(
+        "auto", "autocast [bf16 on GPU, fp32 on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16"),
+        uses=("opening",), common=True
     )
-    tf32: bool = _option(True, "multiply float32 matrices in TF32 on GPUs that have it, in losses too, while training")
+    tf32: bool = option(True, "multiply float32 matrices in TF32 on GPUs that have it, in losses too, while training")
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -257,20 +319,19 @@ class OptimConfig:
 class EvalConfig:
     """When and how a model is evaluated."""
 
-    val_frequency: int = _option(1, "evaluate every n epochs; 0: never", at_least=0)
-    rerank: str | None = _option(
-        None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]"
+    val_frequency: int = option(1, "evaluate every n epochs, and at the end; 0: never", at_least=0)
+    rerank: str | None = option(
+        None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]", metavar="K"
     )
-    zeroshot: str | None = _option(
-        None,
-        "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training costs "
-        "elsewhere",
+    zeroshot: str | None = option(
+        None, "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training "
+        "costs elsewhere", metavar="FOLDER"
     )
-    zeroshot_frequency: int = _option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1)
-    classnames: str | None = _option(
-        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
+    zeroshot_frequency: int = option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1, listed=True)
+    classnames: str | None = option(
+        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]", metavar="FILE"
     )
-    templates: str | None = _option(
+    templates: str | None = option(
         None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]"
     )
 
@@ -284,34 +345,33 @@ class EvalConfig:
 class RunConfig:
     """Where a run is written, what it resumes, what it saves and reports."""
 
-    logs: str = _option("./logs", "folder that holds the runs' folders")
-    recipe: str | None = _option(
-        None,
-        "a whole set-up: a name that coder-plugin recipes lists, or a .toml file; --config and other flags win over it",
+    logs: str = option("./logs", "folder that holds the runs' folders", metavar="FOLDER", common=True)
+    recipe: str | None = option(
+        None, "a whole set-up: a name that coder-plugin recipes lists, or a .toml file; --config and other flags win over it",
+        common=True
     )
-    name: str | None = _option(None, "the run's folder in --logs [date and model]")
-    resume: str | None = _option(
-        None, "a checkpoint's folder, or latest: the newest of --name; repeat the run's other flags"
+    name: str | None = option(None, "the run's folder in --logs [date and model]", common=True)
+    resume: str | None = option(
+        None, "a checkpoint's folder, or latest: the newest of --name; repeat the run's other flags", metavar="CHECKPOINT",
+        common=True
     )
-    save_frequency: int = _option(
+    save_frequency: int = option(
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )
-    save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
-    log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
-    report: bool = _option(True, "write the run's report.html at its end")
-    report_to: str = _option(
-        "",
-        "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or all "
-        "that are installed",
+    save_every_steps: int = option(0, "also save every n steps within an epoch [0: never]", at_least=0)
+    log_every_n_steps: int = option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
+    report: bool = option(True, "write the run's report.html at its end", common=True)
+    report_to: str = option(
+        "", "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or "
+        "all that are installed", metavar="TRACKERS", common=True
     )
-    wandb_project_name: str = _option("coder-plugin", "project of the trackers that collect runs in projects")
-    seed: int = _option(0, "seed of weights, data order and augmentation")
-    rank_timeout: float = _option(
-        3600.0,
-        "of several processes: end the run when one does nothing for so many seconds; more than the longest evaluation takes",
-        at_least=1,
+    wandb_project_name: str = option("coder-plugin", "project of the trackers that collect runs in projects", listed=True)
+    seed: int = option(0, "seed of weights, data order and augmentation", common=True)
+    rank_timeout: float = option(
+        3600.0, "of several processes: end the run when one does nothing for so many seconds; more than the longest "
+        "evaluation takes", at_least=1
     )
-    dry_run: bool = _option(False, "print the plan of the run, write nothing, and stop")
+    dry_run: bool = option(False, "print the plan of the run, write nothing, and stop", common=True)
 
     def __post_init__(self) -> None:
         if self.resume == "latest" and self.name is None:
@@ -336,8 +396,8 @@ class TrainConfig:
         0.002
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
@@ -366,9 +426,10 @@ class TrainConfig:
         return nest(self.to_flat())
 
 
+#: In the order of ``train --help``.
 SUBJECTS: dict[str, type] = {
-    "model": ModelConfig,
     "loss": LossConfig,
+    "model": ModelConfig,
     "data": DataConfig,
     "optim": OptimConfig,
     "evaluation": EvalConfig,
@@ -378,52 +439,18 @@ SUBJECTS: dict[str, type] = {
 #: Defaults of training on the built-in scenes.
 SCENES_DEFAULTS: Mapping[str, Any] = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
 
-#: Options that decide which model is opened, and its arithmetic.
-OPENING = (
-    "model",
-    "pretrained",
-    "force_image_size",
-    "force_context_length",
-    "force_quick_gelu",
-    "force_custom_text",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-    "cache_dir",
-    "model_kwargs",
-    "max_regions",
-    "precision",
-)
-
-#: Options that say how a data set is read. They belong to that data set and do not carry over to another.
-READING = (
-    "dataset_type",
-    "image_root",
-    "csv_separator",
-    "csv_img_key",
-    "csv_caption_key",
-    "image_column",
-    "caption_column",
-    "key_column",
-    "regions",
-    "regions_type",
-)
-
-#: Options that belong to a loss and do not carry over to another.
-LOSS_OPTIONS = ("set", "concepts", "negatives", "positives", "tagger")
-
 #: Lists of OPTION=VALUE, which later layers change option by option.
 _KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its flat name, its place, its type and its help.
+    """One option: its flat name, its place, its type, and what :func:`option` declares of it.
 
     Args:
         kind: type of a single value: bool, int, float or str.
         is_list: whether a list of them may be given.
+        is_single: whether a single one may be given.
         optional: whether None is a value.
     """
 
@@ -440,10 +467,24 @@ class Option:
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
+    metavar: str | None = None
+    common: bool = False
+    listed: bool = False
+    uses: Collection[str] = ()
+    positional: bool = False
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return f"--open-clip {self.name}" if self.listed else "--" + self.name.replace("_", "-")
+
+    def words(self, value: Any) -> list[str]:
+        """The words of a command line that set the option."""
+        values = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+        if self.listed:
+            return ["--open-clip", f"{self.name}={','.join(values)}"]
+        if self.kind is bool:
+            return [self.flag if value else f"--no-{self.flag[2:]}"]
+        return [self.flag, *values]
 
     def check(self, value: Any, origin: str) -> Any:
         """The value in its declared type (an int where a float is declared becomes a float).
@@ -482,35 +523,47 @@ class Option:
 _KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
+def options_of(cls: type, subject: str = "") -> dict[str, Option]:
+    """The options that a dataclass declares with :func:`option`, by flat name."""
+    options, hints = {}, typing.get_type_hints(cls)
+    for item in fields(cls):
+        hint = hints[item.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        alternatives = typing.get_args(hint) if union else (hint,)
+        lists = [each for each in alternatives if typing.get_origin(each) is list]
+        singles = [each for each in alternatives if each not in lists and each is not type(None)]
+        declared = dict(item.metadata)
+        name = declared.pop("flag") or item.name
+        options[name] = Option(
+            name=name,
+            subject=subject,
+            field=item.name,
+            kind=singles[0] if singles else typing.get_args(lists[0])[0],
+            is_list=bool(lists),
+            is_single=bool(singles),
+            optional=type(None) in alternatives,
+            default=item.default if item.default_factory is MISSING else item.default_factory(),
+            **declared,
+        )
+    return options
+
+
 @cache
 def options_by_name() -> Mapping[str, Option]:
-    """Every option by its flat name, in the order of the subjects and their fields."""
-    options = {}
-    for subject, cls in SUBJECTS.items():
-        hints = typing.get_type_hints(cls)
-        for item in fields(cls):
-            hint = hints[item.name]
-            union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-            alternatives = typing.get_args(hint) if union else (hint,)
-            lists = [each for each in alternatives if typing.get_origin(each) is list]
-            singles = [each for each in alternatives if each not in lists and each is not type(None)]
-            name = item.metadata["flag"] or item.name
-            options[name] = Option(
-                name=name,
-                subject=subject,
-                field=item.name,
-                kind=singles[0] if singles else typing.get_args(lists[0])[0],
-                is_list=bool(lists),
-                is_single=bool(singles),
-                optional=type(None) in alternatives,
-                default=item.default_factory() if item.default_factory is not MISSING else item.default,
-                help=item.metadata["help"],
-                choices=item.metadata["choices"],
-                at_least=item.metadata["at_least"],
-                above=item.metadata["above"],
-                below=item.metadata["below"],
-            )
-    return options
+    """Every option of training by its flat name, in the order of the subjects and their fields."""
+    return {name: each for subject, cls in SUBJECTS.items() for name, each in options_of(cls, subject).items()}
+
+
+def _used(what: str) -> tuple[str, ...]:
+    return tuple(name for name, each in options_by_name().items() if what in each.uses)
+
+
+#: Options that decide which model is opened, and its arithmetic.
+OPENING = _used("opening")
+#: Options that say how a data set is read. They belong to that data set and do not carry over to another.
+READING = _used("reading")
+#: Options that belong to a loss and do not carry over to another.
+LOSS_OPTIONS = _used("loss")
 
 
 def get_option(name: str) -> Option:
@@ -606,6 +659,8 @@ def merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, An
             values.pop("warmup_epochs", None)
         elif "warmup_epochs" in options and "warmup" not in options:
             values.pop("warmup", None)
+        if "max_steps" in options and "epochs" not in options:  # a weaker layer's length does not shorten it
+            values.pop("epochs", None)
         if "loss" in values and options.get("loss", values["loss"]) != values["loss"]:
             for name in LOSS_OPTIONS:
                 values.pop(name, None)

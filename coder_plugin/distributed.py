@@ -132,7 +132,7 @@ def _sum_for_owner(rows: Tensor) -> Tensor:
         dist.all_reduce(rows)
         return rows[rank()]
     own = torch.empty_like(rows[0])
-    dist.reduce_scatter_tensor(own, rows.view(-1))
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, rows.view(-1))  # the new name: torch >= 2.14
     return own
 
 
@@ -146,7 +146,7 @@ def _gather(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor
     own = torch.cat(flat)
     rows = own.new_empty(world_size(), len(own))
     _begin()
-    dist.all_gather_into_tensor(rows.view(-1), own)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows.view(-1), own)  # the new name: torch >= 2.14
     gathered = []
     for each, part, given in zip(sent, rows.split([len(each) for each in flat], 1), tensors, strict=True):
         values = part[:, : each.numel() * each.element_size()].view(each.dtype)

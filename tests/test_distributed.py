@@ -6,6 +6,7 @@ serves all tests of a world size.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -198,6 +199,7 @@ def several(rank: int) -> list[Tensor]:
 
 
 def check_gather_together() -> dict[str, Any]:
+    warnings.simplefilter("error", FutureWarning)  # torch >= 2.14 has new names for two collectives
     rank, ranks = distributed.rank(), distributed.world_size()
     collected: dict[str, Any] = {}
     for name, options in {"plain": {}, "short": {"dtype": torch.bfloat16}, "scattered": {}}.items():

@@ -18,7 +18,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.objective import Objective, TermSpec, check_names
 from coder_plugin.options import check_options
 
 
@@ -545,3 +545,8 @@ def test_set_mistakes(path: str, value: Any, message: str) -> None:
 @pytest.mark.parametrize("text", ["dcl(diversity=none)", "dcl(diversity='none')", "dcl(diversity=None)"])
 def test_none_is_a_choice_where_the_option_has_it(text: str) -> None:
     assert dict(Objective.parse(text).terms[0].options) == {"diversity": "none"}
+
+
+def test_a_sum_of_very_many_terms() -> None:
+    text = " + ".join(["clip"] * 3000)
+    assert len(check_names(text).items) == len(Objective.parse(text).terms) == 3000

@@ -268,7 +268,7 @@ def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> N
         if name.endswith(("positional_embedding", "pos_embed")) and shape != expected[name] and not options.get(option):
             raise CoderError(
                 f"{weights}: {name} has shape {list(shape)}, and the configuration beside it describes {list(expected[name])}: "
-                f"they belong to different models (to resize it, set --{option.replace('_', '-')})"
+                f"they belong to different models (to resize it, set the option {option})"
             )
 
 

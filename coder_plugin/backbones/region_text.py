@@ -253,7 +253,7 @@ class RegionText(Backbone):
 
     def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:
         if unlocked_groups:
-            raise CoderError("a region encoder has no layer groups to unlock: use --lock-image-unlocked-groups 0")
+            raise CoderError("a region encoder has no layer groups to unlock: leave out lock_image_unlocked_groups")
         self.visual.requires_grad_(False)
 
     def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:

@@ -1,60 +1,26 @@
-"""The options of :mod:`coder_plugin.config` as flags."""
+"""Flags from dataclasses whose fields :func:`coder_plugin.config.option` declares: of training, and of single commands."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
 
 from coder_plugin.cli.parsing import CommandParser, mark_rare
-from coder_plugin.config import Option, options_by_name, read_file
+from coder_plugin.config import MISSING, Option, get_option, options_by_name, options_of, read_file
+from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 
-#: The subjects in the order of the help, and their titles.
+_T = TypeVar("_T")
+#: The subjects of :data:`coder_plugin.config.SUBJECTS` in the order of the help, and their titles.
 _TITLES = {
-    "data": "data",
-    "model": "model",
     "loss": "objective",
+    "model": "model",
+    "data": "data",
     "optim": "optimisation",
     "evaluation": "evaluation",
     "run": "run and output",
 }
-#: The options that ``--help`` shows; ``--help-all`` shows the others too.
-_COMMON = frozenset(
-    "train_data val_data image_root regions csv_img_key csv_caption_key captions workers "
-    "model pretrained lock_image lora_rank loss set concepts "
-    "batch_size accum_freq epochs lr wd warmup precision "
-    "recipe name logs resume report report_to seed dry_run".split()
-)
-_METAVARS = {
-    "set": "OWNER.OPTION=VALUE",
-    "model_kwargs": "OPTION=VALUE",
-    "aug_cfg": "OPTION=VALUE",
-    "loss": "EXPRESSION",
-    "train_data": "DATA",
-    "val_data": "DATA",
-    "pretrained": "WEIGHTS",
-    "regions": "DATA",
-    "concepts": "FILE",
-    "pretrained_image_path": "FILE",
-    "image_root": "FOLDER",
-    "cache_dir": "FOLDER",
-    "logs": "FOLDER",
-    "csv_img_key": "COLUMN",
-    "csv_caption_key": "COLUMN",
-    "csv_negatives_key": "COLUMN",
-    "negatives_file": "FILE",
-    "csv_separator": "CHARACTER",
-    "image_column": "COLUMN",
-    "caption_column": "COLUMN",
-    "key_column": "COLUMN",
-    "resume": "CHECKPOINT",
-    "report_to": "TRACKERS",
-    "rerank": "K",
-    "zeroshot": "FOLDER",
-    "classnames": "FILE",
-}
-
-
 #: What options mean to commands that do not train.
 _WITHOUT_TRAINING = {
     "model": "in place of RUN: an open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
@@ -66,22 +32,51 @@ _WITHOUT_TRAINING = {
 
 
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Add ``--config`` and a flag for each option, or for those in ``only``, in a group for each subject."""
+    """Add ``--config`` and a flag for each option of training, or for those in ``only``, in a group for each subject."""
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
-    options = [(name, option) for name, option in options_by_name().items() if only is None or name in only]
-    training = any(name == "train_data" for name, _ in options)
+    options = [option for name, option in options_by_name().items() if only is None or name in only]
+    training = any(option.name == "train_data" for option in options)
     for subject, title in _TITLES.items():
         group = parser.add_argument_group(title)
-        for name, option in options:
-            if option.subject == subject:
-                help_text = _help(option) if training else _WITHOUT_TRAINING.get(name, _help(option))
-                action = group.add_argument(option.flag, dest=name, default=argparse.SUPPRESS, **_argument(option, help_text))
-                if name not in _COMMON:
-                    mark_rare(action)
-    if isinstance(parser, CommandParser) and any(name not in _COMMON for name, _ in options):
+        for option in options:
+            if option.subject == subject and not option.listed:
+                _add(group, option, None if training else _WITHOUT_TRAINING.get(option.name))
+    if listed := [option for option in options if option.listed]:
+        _add_list(parser.add_argument_group("open_clip's rarer options"), listed)
+    if isinstance(parser, CommandParser) and not all(option.common for option in options):
         parser.add_help_all()
+
+
+def add_command(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add a flag, or an argument without one, for each field of a command's own dataclass.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from coder_plugin.config import option
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Command:
+        ...     run: str = option(MISSING, "a run's folder", positional=True)
+        ...     top: int = option(5, "results for each query", at_least=1)
+        >>> parser = argparse.ArgumentParser()
+        >>> add_command(parser, Command)
+        >>> read_command(Command, parser.parse_args(["logs/run", "--top", "3"]))
+        Command(run='logs/run', top=3)
+    """
+    for option in options_of(cls).values():
+        _add(parser, option)
+
+
+def read_command(cls: type[_T], arguments: argparse.Namespace) -> _T:
+    """What :func:`add_command` has added, as an instance of the dataclass.
+
+    Raises:
+        CoderError: a value that is out of range, or that the dataclass refuses.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name in options_of(cls) and value is not None}
+    values = {option.field: option.check(given[name], "flag") for name, option in options_of(cls).items() if name in given}
+    return cls(**values)
 
 
 def add_reranker(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +89,13 @@ def add_reranker(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that the flags set, by flat name; nothing that was left at its default."""
-    return {name: value for name, value in vars(arguments).items() if name in options_by_name()}
+    """The options of training that the flags set, by flat name; nothing that was left at its default.
+
+    Raises:
+        CoderError: an unknown name in ``--open-clip``.
+    """
+    flags = {name: value for name, value in vars(arguments).items() if name in options_by_name()}
+    return {**flags, **_read_list(getattr(arguments, "open_clip", ()))}
 
 
 def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,22 +104,51 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**file, **read_flags(arguments)}
 
 
-def _help(option: Option) -> str:
-    told = "[" in option.help or option.default in (None, False, "", 0, [])
-    return option.help if told else f"{option.help} [{option.default}]"
-
-
-def _argument(option: Option, help_text: str) -> dict[str, Any]:
-    argument: dict[str, Any] = {"help": help_text.replace("%", "%%")}
-    metavar = _METAVARS.get(option.name) or {int: "N", float: "X", str: "NAME"}.get(option.kind)
+def _add(group: Any, option: Option, help_text: str | None = None) -> None:
+    text = help_text or option.help
+    if "[" not in text and option.default not in (None, MISSING, False, "", 0, []):
+        text = f"{text} [{option.default}]"
+    argument: dict[str, Any] = {"help": text.replace("%", "%%")}
+    metavar = option.metavar or {int: "N", float: "X", str: "NAME"}.get(option.kind)
     if option.kind is bool:
         argument["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
     elif option.is_list and not option.is_single:
         argument.update(nargs="+", type=option.kind, metavar=metavar)
-        if option.kind is str:
+        if option.kind is str and not option.positional:
             argument["action"] = "extend"
     else:
         argument.update(type=option.kind, choices=option.choices)
         if option.choices is None:
             argument["metavar"] = metavar
-    return argument
+    required = option.default is MISSING
+    if option.positional:
+        argument["nargs"] = {(True, True): "+", (True, False): "*", (False, False): "?"}.get((option.is_list, required))
+        group.add_argument(option.name, **argument, **({} if required else {"default": None}))
+        return
+    action = group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, required=required, **argument)
+    if option.subject and not option.common:
+        mark_rare(action)
+
+
+def _add_list(group: Any, options: Iterable[Option]) -> None:
+    names = "; ".join(f"{option.name}: {option.help}" for option in options)
+    action = group.add_argument(
+        "--open-clip", nargs="+", action="extend", default=argparse.SUPPRESS, metavar="OPTION=VALUE",
+        help=names.replace("%", "%%"),
+    )
+    action.names = [option.name for option in options]
+    mark_rare(action)
+
+
+def _read_list(settings: Iterable[str]) -> dict[str, Any]:
+    """The options of ``--open-clip``, each in the form ``name=value``; several values are separated by commas."""
+    options = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in options_by_name() or not get_option(name).listed:
+            known = ", ".join(name for name, option in options_by_name().items() if option.listed)
+            raise CoderError(f"--open-clip {setting}: write OPTION=VALUE, with one of {known}")
+        option = get_option(name)
+        options[name] = text if option.kind is str else parse_value(text)
+    return options

@@ -31,6 +31,16 @@ _ELSEWHERE = {
     "--tokenizer": "--model",
     "--margin": "--relative-margin",
     "--top-k": "--num-negatives",
+    "--max-iters": "--max-steps",
+    "--num-steps": "--max-steps",
+    "--amp": "--precision",
+    "--fp16": "--precision",
+    "--bf16": "--precision",
+    "--gpus": "--device",
+}
+#: What other tools have an option for, and how it is done here.
+_ADVICE = {
+    "--device": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, and an empty one leaves the CPU",
 }
 
 
@@ -100,9 +110,15 @@ class CommandParser(argparse.ArgumentParser):
         if not first.startswith("-"):
             hint = f"; did you mean --text {shlex.join(unknown)}?" if "--text" in flags else ""
             self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option{hint}")
-        near = _ELSEWHERE.get(first)
+        name = first.lower().replace("_", "-")
+        for action in self._actions:
+            if name[2:].replace("-", "_") in getattr(action, "names", ()):
+                self.error(f"unknown option {first}: write {action.option_strings[0]} {name[2:].replace('-', '_')}=VALUE")
+        near: str | None = _ELSEWHERE.get(name, name)
+        if near in _ADVICE and near not in flags:
+            self.error(f"unknown option {first}: {_ADVICE[near]}")
         if near not in flags:
-            near = next(iter(difflib.get_close_matches(first.lower().replace("_", "-"), flags, n=1)), None)
+            near = next(iter(difflib.get_close_matches(name, flags, n=1)), None)
         self.error(f"unknown option {first}" + (f"; did you mean {near}?" if near else ""))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
+from coder_plugin.config import option
 from coder_plugin.terminal import echo
 
 
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin recipes``."""
+
+    name: str | None = option(None, "a name from the list, or a .toml file", metavar="NAME", positional=True)
+    all: bool = option(False, "also list the rows of the papers' tables and figures")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_command
+
     parser = commands.add_parser(
         "recipes",
         help="list objectives (for --loss) and recipes (for --recipe), or print one",
         description="Without NAME, list the named objectives, which --loss takes, and the recipes, which --recipe takes, by "
         "paper. With NAME, print it as TOML: a file to start your own from, for --recipe FILE.toml.",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list, or a .toml file")
-    parser.add_argument("--all", action="store_true", help="also list the rows of the papers' tables and figures")
+    add_command(parser, Command)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    echo(list_recipes(tables=arguments.all) if arguments.name is None else print_recipe(arguments.name))
+    from coder_plugin.cli.flags import read_command
+
+    command = read_command(Command, arguments)
+    echo(list_recipes(tables=command.all) if command.name is None else print_recipe(command.name))
     return 0
 
 

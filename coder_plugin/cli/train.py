@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
+    from coder_plugin.expression import Item
     from coder_plugin.training.loop import Trainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin train`` besides the options of training."""
+
+    json: bool = option(False, "with --dry-run: print all of the plan, as JSON")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.cli.flags import add_command, add_flags
 
     parser = commands.add_parser(
         "train",
@@ -25,21 +35,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
     )
     add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print all of the plan, as JSON")
+    add_command(parser, Command)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_options
-    from coder_plugin.cli.flags import read_flags
+    from coder_plugin.cli.flags import read_command, read_flags
     from coder_plugin.config import read_file
     from coder_plugin.pretrained.options import resolve_config
 
     file = None if arguments.config is None else read_file(arguments.config)
-    flags = read_flags(arguments)
-    if arguments.json and not flags.get("dry_run"):
+    flags, as_json = read_flags(arguments), read_command(Command, arguments).json
+    if as_json and not flags.get("dry_run"):
         raise CoderError("--json prints the plan: add --dry-run")
     check_options(flags, file=file, file_name=str(arguments.config))
+    check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
     from coder_plugin.report.callback import WriteReport  # from here on torch is imported, which takes seconds
@@ -47,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
-        trainer.print_plan(as_json=arguments.json)
+        trainer.print_plan(as_json=as_json)
         return 0
     try:
         result = trainer.run()
@@ -56,6 +67,47 @@ def run(arguments: argparse.Namespace) -> int:
     if trainer.log.main:
         echo(summary(trainer, result))
     return 0
+
+
+def check_concepts(*layers: Mapping[str, Any]) -> None:
+    """Check that a loss whose terms read concepts has a vocabulary, before torch is imported.
+
+    Args:
+        layers: options by flat name, weaker ones first.
+
+    Raises:
+        CoderError: there is none.
+    """
+    from coder_plugin import recipes
+    from coder_plugin.config import merge
+
+    options, _ = merge([("option", layer) for layer in layers])
+    settings = {setting.partition("=")[0].strip() for setting in options.get("set", ())}
+    loss, data = options.get("loss"), options.get("train_data")
+    if loss is None and "recipe" in options:
+        recipe = recipes.load(options["recipe"])
+        loss, settings = recipe.loss, settings | recipe.options.keys()
+    if loss is None or data in (None, "scenes") or "concepts" in options:
+        return
+    terms = [item for item in _terms(loss, settings) if item.name in ("concept_dcl", "pgc")]
+    if any(item.source is None and "head" not in item.options for item in terms) and "concepts.vocabulary" not in settings:
+        raise CoderError(
+            f'--loss "{loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
+            f"--train-data {data} --vectors glove.6B.300d.txt --output FILE"
+        )
+
+
+def _terms(loss: str, settings: set[str]) -> Iterator[Item]:
+    """The terms of a loss, and of the objectives that it names, whose options are added to ``settings``."""
+    from coder_plugin import recipes
+    from coder_plugin.objective import check_names
+
+    for item in check_names(loss).items:
+        if (objective := recipes.find_objective(item.name)) is None:
+            yield item
+        else:
+            settings |= objective.options.keys()
+            yield from _terms(objective.loss, settings)
 
 
 def kept(folder: Path) -> str:
@@ -75,7 +127,8 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
 
     lines = []
     if last := result["last"]:
-        rows = {f"last (epoch {last['epoch']})": last}
+        rows = {"before training": result["before"]} if result["before"] else {}
+        rows[f"last (epoch {last['epoch']})"] = last
         if best := result["best"]:
             rows[f"best (epoch {best['epoch']})"] = best
         lines += ["", format_table(rows), f"chance R@1: {100 / last['images']:.2f} %   images: {last['images']}"]
@@ -98,7 +151,7 @@ def next_commands(trainer: Trainer) -> list[str]:
     reading: list[str] = []
     for name in READING:
         if options[name] not in (None, get_option(name).default):
-            reading += [get_option(name).flag, str(options[name])]
+            reading += get_option(name).words(options[name])
     index = str(trainer.folder / "index")
     text = "a red circle" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]

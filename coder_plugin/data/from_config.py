@@ -59,7 +59,7 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
         options.update(_negatives_options(config, kind))
     if split == "train" and config.dataset_resampled:
         if not _takes(kind, "resampled"):
-            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {kind!r}")
+            raise CoderError(f"--open-clip dataset_resampled draws shards, and {spec} is read by {kind!r}")
         options["resampled"] = True
     if metadata:
         if not _takes(kind, "metadata"):

@@ -94,7 +94,7 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
             findings.append(note("recipe.pretrained", text, "nothing, on a machine with a network or with them in its cache"))
         config = config.with_options(pretrained=None)
     if config.model.pretrained_image:
-        text = "--pretrained-image: timm's weights were not checked; they are downloaded when a run begins"
+        text = "--open-clip pretrained_image: timm's weights were not checked; they are downloaded when a run begins"
         findings.append(note("recipe.pretrained_image", text, "without a network: --pretrained-image-path FILE"))
         config = config.with_options(pretrained_image=False)
     return config, findings

@@ -17,20 +17,10 @@ from coder_plugin.launchers import ranks_from_slurm
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.training.trackers import tracker_names
 
-#: By the variable with which accelerate asks for it: forms of parallel training other than DDP.
-_FORMS = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_TP": "tensor parallelism",
-}
-#: By the field of accelerate's ``ParallelismConfig``: those that divide a model or its input.
-_DIVISIONS = {
-    "dp_shard_size": "FSDP",
-    "tp_size": "tensor parallelism",
-    "cp_size": "context parallelism",
-    "sp_size": "sequence parallelism",
-}
+#: The variables with which accelerate asks for other forms of parallel training than DDP.
+_FORMS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_TP")
+#: The fields of accelerate's ``ParallelismConfig`` that divide a model or its input.
+_DIVISIONS = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 def make_accelerator(config: TrainConfig) -> Any:
@@ -102,18 +92,15 @@ def check_parallelism(environment: Mapping[str, str], parallelism: Any = None) -
     Raises:
         CoderError: such a form is asked for. The message has the command of open_clip's trainer with FSDP2.
     """
-    forms = {form: name for name, form in _FORMS.items() if environment.get(name, "").lower() in ("true", "1", "yes", "on")}
-    for field, form in _DIVISIONS.items():
-        name = f"PARALLELISM_CONFIG_{field.upper()}"
-        if (getattr(parallelism, field, None) or 1) > 1:
-            forms.setdefault(form, f"ParallelismConfig.{field}")
-        if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and environment.get(name, "1") != "1":
-            forms.setdefault(form, name)
-    if forms:
-        form, source = next(iter(forms.items()))
+    asked = [name for name in _FORMS if environment.get(name, "").lower() in ("true", "1", "yes", "on")]
+    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        names = [f"PARALLELISM_CONFIG_{field.upper()}" for field in _DIVISIONS]
+        asked += [name for name in names if environment.get(name, "1") != "1"]
+    asked += [f"ParallelismConfig.{field}" for field in _DIVISIONS if (getattr(parallelism, field, None) or 1) > 1]
+    if asked:
         raise CoderError(
-            f"accelerate's configuration asks for {form} ({source}). This trainer has DDP only, which holds the whole "
-            "model in each process: take it out (accelerate launch --multi_gpu ...), or shard large towers with FSDP2 in "
-            "the trainer of open_clip's main branch: torchrun --nproc_per_node 8 -m -- coder_plugin.integrations.open_clip "
-            "--fsdp --precision amp_bf16 --model NAME --train-data DATA --loss LOSS"
+            f"accelerate's configuration asks for {asked[0]}. This trainer has DDP only, which holds the whole model in each "
+            "process: take it out (accelerate launch --multi_gpu ...), or shard large towers with FSDP2 in the trainer of "
+            "open_clip's main branch: torchrun --nproc_per_node 8 -m -- coder_plugin.integrations.open_clip --fsdp --precision "
+            "amp_bf16 --model NAME --train-data DATA --loss LOSS"
         )

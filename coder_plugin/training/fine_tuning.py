@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from coder_plugin import distributed
-from coder_plugin.backbones import plugin_backbones, transformers_clip
+from coder_plugin.backbones import transformers_clip
+from coder_plugin.backbones.plugin_backbones import find_backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.config import TrainConfig
 from coder_plugin.training.optim import after_tower, parameter_groups
@@ -43,7 +44,7 @@ def advice(config: TrainConfig, model: Any, loss: CoderLoss, *, pretrained: bool
     """
     found = [*_small_batch(config, loss), *_frozen_scale(model, loss)]
     if pretrained:
-        found += [*_high_rate(config, model), *_random_teacher(config, loss)]
+        found += [*_high_rate(config, model), *_low_rate(config, model), *_random_teacher(config, loss)]
     return found
 
 
@@ -72,10 +73,13 @@ def tower_rate(config: TrainConfig, model: Any) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
+def _largest_rate(config: TrainConfig) -> float | None:
+    return next((rate for part, rate in LARGEST_RATES.items() if part in config.optim.opt.lower()), None)
+
+
 def _high_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
-    optimizer = config.optim.opt.removeprefix("timm/")
-    limit = next((rate for part, rate in LARGEST_RATES.items() if part in optimizer.lower()), None)
-    if limit is None or not starts_from_weights(config) or plugin_backbones.find_backbone(config.model.name) is not None:
+    optimizer, limit = config.optim.opt.removeprefix("timm/"), _largest_rate(config)
+    if limit is None or not starts_from_weights(config) or find_backbone(config.model.name) is not None:
         return
     rate = tower_rate(config, model)
     if rate is None or rate <= limit:
@@ -90,6 +94,19 @@ def _high_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
         "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights "
         "(--lora-rank 8)",
     )
+
+
+def _low_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
+    limit = _largest_rate(config)
+    if limit is None or starts_from_weights(config) or config.run.resume or find_backbone(config.model.name) is not None:
+        return
+    rate = tower_rate(config, model)
+    if rate is not None and rate <= limit:
+        yield Advice(
+            "rate",
+            f"the towers start from random weights, and --lr {config.optim.lr:g} is a rate for pretrained ones",
+            "recall stays near chance for many epochs. Start from weights (--pretrained), or give --lr 5e-4",
+        )
 
 
 def _small_batch(config: TrainConfig, loss: CoderLoss) -> Iterator[Advice]:

@@ -82,8 +82,7 @@ class RunLog:
             flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}
             for name in tracker_names(run.report_to):
                 with self._optional(f"the settings for {name}"):
-                    started = start_tracker(self.accelerator, name, self.folder, project=run.wandb_project_name, config=flat)
-                    self.accelerator.trackers.append(started)
+                    start_tracker(self.accelerator, name, self.folder, project=run.wandb_project_name, config=flat)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -127,12 +126,13 @@ class RunLog:
             self.write({f"epoch/{name}": count for name, count in counts.items()} | {"epoch": epoch}, step=step)
 
     @contextlib.contextmanager
-    def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
+    def progress(self, epoch: int, done: int, total: int, left: int) -> Iterator[Progress]:
         run = self.config.run
         bar = Progress(
             epoch,
             done,
             total,
+            left,
             epochs=self.config.optim.epochs,
             enabled=self.main,
             every=run.log_every_n_steps,
@@ -148,7 +148,7 @@ class RunLog:
 class Progress:
     """A progress bar on a terminal; elsewhere a line every ``every`` steps. ``epoch`` counts from 0, what is printed from 1.
 
-    Both say how long the training steps of the whole run still take, evaluations left out.
+    Both say how long the ``left`` training steps of the whole run take, without evaluations.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class Progress:
         epoch: int,
         done: int,
         total: int,
+        left: int,
         *,
         epochs: int,
         enabled: bool,
@@ -168,21 +169,22 @@ class Progress:
         self.say, self.explained = say, set() if explained is None else explained
         self.terminal = enabled and sys.stderr.isatty()
         self.enabled, self.every, self.done, self.total = enabled, every, done, total
-        self.later = (epochs - epoch - 1) * total
+        self.left = left
         self.name = f"epoch {epoch + 1}/{epochs}"
         self.bar = tqdm(total=total, initial=done, desc=self.name, unit="step", disable=not self.terminal)
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def update(self, metrics: Mapping[str, float], waited: float, *, ends: bool = False) -> None:
         """A step is done; ``ends``: the epoch with it, perhaps before ``total``."""
-        self.done, self.steps, self.waited = self.done + 1, self.steps + 1, self.waited + waited
+        self.done, self.left = self.done + 1, self.left - 1
+        self.steps, self.waited = self.steps + 1, self.waited + waited
         self.bar.update()
         if self.done % self.every and self.done != self.total and not ends:
             return
         losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
         text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
         seconds = max(time.perf_counter() - self.since, 1e-9)
-        left = duration((self.total - self.done + self.later) * seconds / self.steps)
+        left = duration(max(self.left, 0) * seconds / self.steps)
         if self.terminal:
             self.bar.set_postfix_str(f"{text}, {left} left in the run")
         elif self.enabled:
@@ -194,14 +196,14 @@ class Progress:
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def _explain(self, losses: Mapping[str, float]) -> None:
-        """Say once that a loss below zero is no fault."""
+        """Say once that DCL's loss can be negative."""
         below = [name for name, value in losses.items() if value < 0 and "dcl" in name]
         if self.enabled and below and "below zero" not in self.explained:
             self.explained.add("below zero")
             self.bar.clear()  # it is drawn anew below the line
             self.say(
-                f"{' and '.join(below)} below zero: this is not a fault. DCL's term of the positive, -log(1 + S) in both "
-                "directions, falls to 2 * -log 2 = -1.39 times its weight as pairs match; InfoNCE is never below zero"
+                f"{' and '.join(below)} can be negative (minimum -1.39 times its weight): DCL's term of the positive, "
+                "-log(1 + S) in both directions, falls to 2 * -log 2 as pairs match"
             )
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ from coder_plugin.training.disk import check_shared, run_folder, run_lock, writi
 from coder_plugin.training.failures import names_lost_ranks, on_first_rank
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
-from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
+from coder_plugin.training.optim import create_optimizer, create_schedule, total_steps, warmup_steps, with_epochs
 from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
 from coder_plugin.training.step import NonFiniteError, StepResult, forward_backward
@@ -130,13 +130,18 @@ class Trainer:
         self.device = self.accelerator.device
         self.folder = run_folder(config.run.logs, config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
-        self.log = RunLog(self.folder, self.accelerator, config)
 
         source, self.val = (prepare.open_data(config, each, split) for each, split in ((train, "train"), (val, "val")))
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
         negatives = make_negatives(data, source)
-        count_steps(source.name, samples, optim.batch_size, distributed.world_size())  # raises before a model is built
+        batches = count_steps(source.name, samples, optim.batch_size, distributed.world_size())
+        self.steps_per_epoch = batches // optim.accum_freq
+        if self.steps_per_epoch < 1:
+            raise CoderError(f"--accum-freq {optim.accum_freq} is more than the {batches} batches of an epoch")
+        self.config = config = with_epochs(config, self.steps_per_epoch)
+        self.total_steps = total_steps(config, self.steps_per_epoch)
+        self.log = RunLog(self.folder, self.accelerator, config)
         zeroshot, classnames, templates = (getattr(config.evaluation, x) for x in ("zeroshot", "classnames", "templates"))
         self.classes = None if zeroshot is None else read_classes(zeroshot, classnames, templates or "openai")
         resume.seed_everything(config.run.seed)
@@ -157,7 +162,7 @@ class Trainer:
         if self.classes is not None:
             check_model(self.model)
         self._warn_of_unmasked_terms()
-        prepare.warn_of_one_pair(config, self.loss)
+        prepare.check_pairs(config, self.loss)
         for advice in fine_tuning.advice(config, self.model, self.loss, pretrained=isinstance(model, str)):
             self.log.warn(f"{advice.text}: {advice.do}")
         prepare.check_accumulation(self.model, config)
@@ -181,12 +186,8 @@ class Trainer:
             num_samples=data.train_num_samples,
             pin_memory=self.device.type == "cuda",
         )
-        self.steps_per_epoch = self.loader.steps_per_epoch // optim.accum_freq
-        if self.steps_per_epoch < 1:
-            batches = self.loader.steps_per_epoch
-            raise CoderError(f"--accum-freq {optim.accum_freq} is more than the {batches} batches of an epoch")
         pairs_per_step = optim.batch_size * optim.accum_freq * distributed.world_size()
-        self.model.coder.check(batch=pairs_per_step, samples=pairs_per_step * self.steps_per_epoch * optim.epochs)
+        self.model.coder.check(batch=pairs_per_step, samples=pairs_per_step * self.total_steps)
         self.encoder = Encoder(
             self.model,
             self.tokenizer,
@@ -199,6 +200,7 @@ class Trainer:
         )
         shortlist_length(config.evaluation.rerank, self.encoder)  # raises here rather than after the first epoch
         self.frozen = prepare.freeze_unread(self.model, self.loss, self.tokenizer)
+        prepare.freeze_batch_norm(self.model, image=config.model.lock_image_freeze_bn_stats)  # of a model that was passed, too
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
@@ -213,6 +215,7 @@ class Trainer:
         self.signals = StopSignals()
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
         self.zero_shot: dict[str, Any] = {}
         self.encoded: Encoded | None = None
 
@@ -253,7 +256,7 @@ class Trainer:
     @names_lost_ranks
     @with_memory_advice
     def run(self) -> dict[str, Any]:
-        """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``.
+        """Train to the last epoch or step. Returns ``{"before": recall, "last": recall, "best": recall, "folder": path}``.
 
         Raises:
             StoppedBySignal: after SIGTERM, SIGHUP, SIGUSR1 or SIGINT, with a checkpoint of the last step. As a ``SystemExit``
@@ -292,7 +295,7 @@ class Trainer:
         with self.log.closing():
             if self.step == 0:
                 self._evaluate_or_leave("before the first step", position=None)
-            while self.epoch < config.optim.epochs and not self._all_stop():
+            while self.epoch < config.optim.epochs and self.step < self.total_steps and not self._all_stop():
                 if self._train_epoch():
                     position, self.epoch, self.position = self.position, self.epoch + 1, None
                     self._evaluate_or_leave(f"after epoch {self.epoch}", position)
@@ -300,7 +303,12 @@ class Trainer:
                     with self._same_random_states():
                         self._evaluate(f"after step {self.step}")
                 self._save()
-            results = {"last": self.last, "best": self.best, "folder": str(self.folder)}
+            results = {"before": self.before, "last": self.last, "best": self.best, "folder": str(self.folder)}
+            if self.best and self.best["rsum"] < self.before.get("rsum", 0.0):
+                self.log.warn(
+                    f"the best evaluation has R@sum {self.best['rsum']:.1f}, the model before training "
+                    f"{self.before['rsum']:.1f}: training made it worse. Give a lower --lr, or a longer --warmup"
+                )
             for callback in self.callbacks:
                 callback.on_train_end(self, results)
         return results
@@ -336,15 +344,19 @@ class Trainer:
         groups = self._groups(batches)
         following = next(groups)
         self._is_last = len(following.batches) < accum_freq
-        with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq) as progress:
+        left = self.total_steps - self.step
+        with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq, left) as progress:
             leaving = distributed.any_rank(self._must_leave(), self.device)
             while not leaving:
                 (group, position, waited), following = following, next(groups)
                 # a rank with bad samples may run out of batches first: then all ranks stop
-                self._is_last, self._result = len(following.batches) < accum_freq, None
+                ends_run = self.step + 1 >= self.total_steps
+                self._is_last, self._result = ends_run or len(following.batches) < accum_freq, None
                 # all ranks measure together: with several, the end is the planned one
-                self._ends_epoch = self._is_last if distributed.world_size() == 1 else self._is_epoch_over(position)
+                alone = distributed.world_size() == 1
+                self._ends_epoch = self._is_last if alone else ends_run or self._is_epoch_over(position)
                 logged = self.is_logging_step
+                rate = max(self.schedule.get_last_lr())  # that of this step: the schedule goes on with the optimizer
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
                 self.position = position
@@ -352,7 +364,6 @@ class Trainer:
                 if logged:
                     self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}
-                    rate = max(self.schedule.get_last_lr())
                     skipped = {"skipped_samples": len(self.loader.bad)} if len(self.loader.bad) else {}  # of the first rank
                     self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
                 for callback in self.callbacks:
@@ -368,7 +379,7 @@ class Trainer:
         bad = total(distributed.gather_objects(self.loader.bad))
         self.log.bad_samples(bad, epoch=self.epoch, step=self.step)
         self._log_caption_stats()
-        stopped = self._all_stop()
+        stopped = self._all_stop() or self.step >= self.total_steps
         if self.position is None and not stopped:
             raise CoderError(
                 f"epoch {self.epoch + 1} gave no step on some rank: {bad} (see the warnings), and the rest is less than a "
@@ -552,8 +563,8 @@ class Trainer:
 
     @property
     def is_last_epoch(self) -> bool:
-        """Whether no epoch follows the one just completed."""
-        return self.stop or self.epoch == self.config.optim.epochs
+        """Whether no step follows."""
+        return self.stop or self.epoch == self.config.optim.epochs or self.step >= self.total_steps
 
     # -- evaluation and files ------------------------------------------------------------------------------------
 
@@ -600,6 +611,8 @@ class Trainer:
         figures = {**results, **shortlist, **skipped}
         self.log.write({f"val/{k}": v for k, v in figures.items() if k != "step"}, step=self.step)
         self.log.say("\n".join([f"{when}:", *lines]))
+        if recall and not self.step:
+            self.before = self.last
         if recall and self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
             self.best = {**self.last, "checkpoint": self._checkpoint_name()}
             self._export("best")
@@ -627,6 +640,7 @@ class Trainer:
             "backbone": resume.describe_backbone(self.model),
             "last": self.last,
             "best": self.best,
+            "before": self.before,
             "zero_shot": self.zero_shot,
             "changes": self.changes,
             "samples_per_epoch": self.loader.samples_per_epoch,

@@ -27,7 +27,7 @@ _AFTER_TOWER = re.compile(
     r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection|visual_projection|text_model\.head\."
 )
 # how the names of an image tower's parameters begin
-_IMAGE = ("visual.", "vision_model.")
+IMAGE_TOWER = ("visual.", "vision_model.")
 
 
 def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
@@ -115,7 +115,7 @@ def layer_factors(model: Any, layer_decay: float) -> Callable[[str], float]:
         return lambda name: 1.0
     towers: dict[str, dict[str, int]] = {}
     for name, _ in model.named_parameters():
-        tower = "image" if name.startswith(_IMAGE) else "text"
+        tower = "image" if name.startswith(IMAGE_TOWER) else "text"
         if not name.startswith("coder.") and (layer := _layer_of(name)) is not None:
             towers.setdefault(tower, {})[name] = layer
     trunk = getattr(model.visual, "trunk", None)
@@ -144,16 +144,31 @@ def _layer_of(name: str) -> int | None:
 
 def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
     """Linear warm-up, then cosine to zero, constant, or drops. Step it once per optimizer step."""
-    total = max(1, steps_per_epoch * config.optim.epochs)
+    total = max(1, total_steps(config, steps_per_epoch))
     warmup = warmup_steps(config, steps_per_epoch)
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
+
+
+def with_epochs(config: TrainConfig, steps_per_epoch: int) -> TrainConfig:
+    """The configuration with as many epochs as ``--max-steps`` needs, or fewer where ``--epochs`` is given, too."""
+    if config.optim.max_steps is None:
+        return config
+    needed = -(-config.optim.max_steps // steps_per_epoch)
+    given = config.optim.epochs if "epochs" in config.origins else needed
+    return config.with_options(epochs=min(needed, given))
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the run: those of ``--epochs``, at most ``--max-steps``."""
+    steps = steps_per_epoch * config.optim.epochs
+    return steps if config.optim.max_steps is None else min(steps, config.optim.max_steps)
 
 
 def warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     """Steps of the linear warm-up: ``--warmup``, ``--warmup-epochs``, or 5 % of all steps."""
     if config.optim.warmup_epochs is not None:
         return round(config.optim.warmup_epochs * steps_per_epoch)
-    return max(1, steps_per_epoch * config.optim.epochs) // 20 if config.optim.warmup is None else config.optim.warmup
+    return max(1, total_steps(config, steps_per_epoch)) // 20 if config.optim.warmup is None else config.optim.warmup
 
 
 def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:
@@ -174,7 +189,7 @@ def after_tower(name: str) -> bool:
 
 def in_text_encoder(name: str) -> bool:
     """Whether a parameter belongs to the text tower's encoder: transformers', a region model's, or open_clip's."""
-    if name.startswith((*_IMAGE, "coder.")) or after_tower(name):
+    if name.startswith((*IMAGE_TOWER, "coder.")) or after_tower(name):
         return False
     return _layer_of(name) is not None or name.startswith(("text.transformer.", "text_model.", "ln_final.", "text.ln_"))
 

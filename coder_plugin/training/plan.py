@@ -58,6 +58,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         },
         "steps per epoch": trainer.steps_per_epoch,
         "epochs": optim.epochs,
+        "steps": trainer.total_steps,
         "precision": {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision),
         "device": str(trainer.device),
         "machine": machine(trainer.device),
@@ -97,7 +98,7 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
         "validation data": "none" if validation is None else _name_data(validation),
         "batch": f"{pairs} pairs per step" + (f" ({per_forward} per process and forward)" if pairs != per_forward else ""),
-        "length": f"{plural(epochs, 'epoch')} of {plural(steps, 'step')}, {plural(epochs * steps, 'step')} in all",
+        "length": f"{plural(epochs, 'epoch')} of {plural(steps, 'step')}, {plural(plan['steps'], 'step')} in all",
         "machine": f"{plan['precision']}, {plural(ranks, 'process')}, {'CPU' if plan['device'] == 'cpu' else plan['machine']}",
         "notes": "; ".join(f"{head}: {note}" for head, notes in plan["notes"].items() for note in notes),
     }
@@ -105,13 +106,13 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items() if value]
     settings = dict(plan["settings"])
     if not {"warmup", "warmup_epochs"} & settings.keys():
-        settings["warmup"] = {"value": steps * epochs // 20, "from": "default (5 % of all steps)"}
+        settings["warmup"] = {"value": plan["steps"] // 20, "from": "default (5 % of all steps)"}
     chosen = {
         name: each
         for name, each in settings.items()
         if (each["from"] != "default" or name in _ALWAYS) and name != "dry_run"
     }
-    flags = {name: f"{get_option(name).flag} {_format_option(each['value'])}" for name, each in chosen.items()}
+    flags = {name: " ".join(get_option(name).words(each["value"])) for name, each in chosen.items()}
     width = max(map(len, flags.values()))
     lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
     lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
@@ -120,7 +121,3 @@ def format_plan(plan: Mapping[str, Any]) -> str:
 
 def _name_data(data: Mapping[str, Any]) -> str:
     return data["name"] if data["images"] is None else f"{data['name']}: {data['images']:,} images"
-
-
-def _format_option(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

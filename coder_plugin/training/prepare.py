@@ -29,6 +29,7 @@ from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, heads_having, heads_with
 from coder_plugin.locations import absolute
+from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective, TermSpec
@@ -36,7 +37,7 @@ from coder_plugin.options import check_options
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.training.optim import after_tower, in_block
+from coder_plugin.training.optim import IMAGE_TOWER, after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
 log = logging.getLogger(__name__)
@@ -334,20 +335,19 @@ def make_training_model(
         )
     start_heads(model, config.model.pretrained)
     if config.model.lock_image:
-        with _partly_locked("--lock-image-unlocked-groups", config.model.name):
+        with _partly_locked("--open-clip lock_image_unlocked_groups", config.model.name):
             model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
-        if config.model.lock_image_freeze_bn_stats:
-            freeze_batch_norm(model.visual)
     if config.model.lock_text:
         # open_clip's Hugging Face text towers can leave LayerNorms unlocked; its others always lock them, or cannot be locked
         always = not hasattr(getattr(model, "text", None), "pooler")
-        with _partly_locked("--lock-text-unlocked-layers", config.model.name):
+        with _partly_locked("--open-clip lock_text_unlocked_layers", config.model.name):
             model.lock_text_tower(
                 unlocked_layers=config.model.lock_text_unlocked_layers,
                 freeze_layer_norm=always or config.model.lock_text_freeze_layer_norm,
             )
     if config.model.lora_rank:
         add_lora(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+    freeze_batch_norm(model, image=config.model.lock_image_freeze_bn_stats)
     model.to(device)
     model.coder.attach(model)  # a momentum copy has the adapters, and no checkpointing
     if config.model.grad_checkpointing:
@@ -393,16 +393,33 @@ def _parse_sequence(text: str) -> Any:
     return parse_value(text)
 
 
-def freeze_batch_norm(tower: nn.Module) -> None:
-    """Keep the BatchNorms of locked layers in eval mode, also when the model is set to training mode; in place.
+def freeze_batch_norm(model: nn.Module, *, image: bool = True) -> None:
+    """Keep frozen normalisations in eval mode, also when the model is set to training mode; in place.
 
-    open_clip's own ``freeze_bn_stats`` replaces them by torchvision's frozen layer, which has neither the activation nor the
-    epsilon of timm's BatchNorms: an EfficientNet's features then overflow.
+    A normalisation with running statistics is frozen if its parameters are; one without parameters, if all parameters of the
+    module around it are. Copies of the model inside heads keep their own mode.
+
+    open_clip's own ``freeze_bn_stats`` replaces BatchNorms by torchvision's frozen layer, which has neither the activation nor
+    the epsilon of timm's BatchNorms: an EfficientNet's features then overflow.
+
+    Args:
+        model: a model, or one of its towers.
+        image: whether the image tower's statistics are frozen, too.
     """
-    for module in tower.modules():
-        locked = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and locked:
-            cls = type(module.eval())
+    modules = dict(model.named_modules())
+    copies = {id(each) for copied in modules.values() if isinstance(copied, ModelCopy) for each in copied.modules()}
+    for name, module in modules.items():
+        if not isinstance(module, nn.modules.batchnorm._NormBase) or id(module) in copies:
+            continue
+        if not image and name.startswith(IMAGE_TOWER):
+            continue
+        owner = name
+        while owner and next(modules[owner].parameters(), None) is None:
+            owner = owner.rpartition(".")[0]
+        if any(parameter.requires_grad for parameter in modules[owner].parameters()):
+            continue
+        cls = type(module.eval())
+        if not getattr(cls, "statistics_are_frozen", False):
             members = {"train": lambda self, mode=True: self, "statistics_are_frozen": True, "__module__": cls.__module__}
             module.__class__ = type(cls.__name__, (cls,), members)
 
@@ -435,12 +452,23 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
                 targets.append(name)
     if not targets:
         raise CoderError(f"--lora-rank: {type(model).__name__} has no unlocked linear layer in numbered blocks")
+    if not isinstance(model, Backbone):
+        trained = {_tower(name) for name, p in model.named_parameters() if p.requires_grad and not after_tower(name)}
+        for tower in sorted(trained - {_tower(name) for name in targets}):
+            log.warning(
+                "--lora-rank: the %s tower has no linear layers in numbered blocks, so it gets no adapters and stays as it is",
+                tower,
+            )
     # one pattern of full names, because peft matches the items of a list with the ends of names, which both towers share
     pattern = "|".join(re.escape(name) for name in targets)
     scale: Any = rank if alpha is None else alpha
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=scale, target_modules=f"(?:{pattern})"), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in trainable)
+
+
+def _tower(name: str) -> str:
+    return "image" if name.startswith(IMAGE_TOWER) else "text"
 
 
 def make_positives(model: Any) -> Positives | None:
@@ -471,10 +499,20 @@ def make_tags(model: Any, config: TrainConfig) -> Tags | None:
     return tags
 
 
-def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
-    """Warn before training where a step has one pair, which most losses cannot learn from."""
-    if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() == 1:
-        loss.warn_of_one_pair("use a larger --batch-size")
+def check_pairs(config: TrainConfig, loss: CoderLoss) -> None:
+    """Check that a step has enough pairs for the loss to learn from; warn where only some of its terms can learn.
+
+    Raises:
+        CoderError: a step has one pair, and all terms take their negatives from the other pairs of the step.
+    """
+    if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() > 1:
+        return
+    if len(loss.without_negatives()) == len(loss.terms):
+        raise CoderError(
+            f'--batch-size 1: a step has one pair and therefore no negatives, from which --loss "{loss.objective}" learns: '
+            "use --batch-size 2 or more, or --accum-freq where memory is short"
+        )
+    loss.warn_of_one_pair("use a larger --batch-size")
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:

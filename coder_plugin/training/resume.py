@@ -215,7 +215,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
     trainer.best, trainer.last, trainer.zero_shot = manifest["best"], manifest["last"], manifest.get("zero_shot", {})
-    trainer.seconds = manifest.get("seconds")
+    trainer.seconds, trainer.before = manifest.get("seconds"), manifest.get("before", {})
     changes = changed_options(trainer.config, manifest)
     trainer.changes = [*manifest.get("changes", []), *changes]
     for change in changes:

@@ -293,7 +293,12 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
         name for name, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
     ]
     more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-    return f"gradient of {', '.join(parameters[:3])}{more} (finite at the features: {', '.join(norms)})"
+    reason = f"finite at the features: {', '.join(norms)}"
+    if not parameters:  # each is finite, and the sum of their squares is not
+        sizes = {name: float(p.grad.abs().max()) for name, p in model.named_parameters() if p.grad is not None}
+        parameters = sorted(sizes, key=sizes.__getitem__, reverse=True)[:1]
+        reason = f"up to {sizes[parameters[0]]:.3g}: the norm overflows; {reason}"
+    return f"gradient of {', '.join(parameters[:3])}{more} ({reason})"
 
 
 def keep_buffers(model: nn.Module) -> Callable[[], None]:

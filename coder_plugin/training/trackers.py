@@ -7,14 +7,10 @@ from typing import Any
 
 from coder_plugin.errors import CoderError, did_you_mean
 
-#: By the tracker: the argument of its own start that names the run; its project is ``--wandb-project-name``.
+#: By the tracker: the argument of its own start that names the run; its project is ``wandb_project_name``.
 _RUN_NAME = {
-    "clearml": "task_name",
-    "mlflow": "run_name",
-    "swanlab": "experiment_name",
-    "trackio": "name",
-    "wandb": "name",
-}
+    "clearml": "task_name", "mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"
+}  # fmt: skip
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -31,48 +27,36 @@ def tracker_names(report_to: str) -> list[str]:
     from accelerate.utils import LoggerType
 
     own = {str(each.value) for each in LoggerType}
-    registered = {name for name in tracking.LOGGER_TYPE_TO_CLASS if name not in own}
+    registered = tracking.LOGGER_TYPE_TO_CLASS.keys() - own
     known = sorted((own | registered) - {"all"})
     installed = {str(each.value) for each in tracking.get_available_trackers()} | registered
     names = list(dict.fromkeys(report_to.replace(",", " ").split()))
+    if "all" in names:
+        names = [name for name in known if name in installed] or ["tensorboard"]
     for name in names:
-        if name not in (*known, "all"):
+        if name not in known:
             hint = did_you_mean(name, known) or ";"
             raise CoderError(f"--report-to: unknown tracker {name}{hint} known: {', '.join(known)}, all")
-    if "all" in names:
-        names = [name for name in known if name in installed]
-        if not names:
-            raise CoderError("--report-to all: no tracker is installed (pip install tensorboard)")
-    absent = [name for name in names if name not in installed]
-    if absent:
-        package = absent[0].replace("_", "-")
-        raise CoderError(f"--report-to {report_to}: {', '.join(absent)} is not installed (pip install {package})")
+        if name not in installed:
+            raise CoderError(f"--report-to {report_to}: {name} is not installed (pip install {name.replace('_', '-')})")
     return names
 
 
-def start_tracker(accelerator: Any, name: str, folder: Path, *, project: str, config: dict[str, Any]) -> Any:
-    """Start a tracker and log the configuration to it.
+def start_tracker(accelerator: Any, name: str, folder: Path, *, project: str, config: dict[str, Any]) -> None:
+    """Start one tracker of accelerate's, which its ``log`` then also writes to, and log the configuration to it.
 
-    Args:
-        accelerator: accelerate's, which knows the trackers' folder.
-        name: one of :func:`tracker_names`.
-        folder: the run's; its name is the run's name.
-        project: what trackers of services, which collect runs in projects, put the run in.
-        config: the run's options, by name.
-
-    Returns:
-        The ``accelerate.tracking.GeneralTracker``.
+    Trackers that write files write into ``folder``, the run's, whose name is the run's name; services, which collect runs in
+    projects, put it into ``project``.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    cls: Any = LOGGER_TYPE_TO_CLASS[name]
     options: dict[str, Any] = {_RUN_NAME[name]: folder.name} if name in _RUN_NAME else {}
     if name in ("wandb", "dvclive"):
         options["dir"] = str(folder if name == "wandb" else folder / "dvclive")
-    writes_files = cls.requires_logging_directory
-    places = (folder.name, accelerator.logging_dir) if writes_files else (project,)
-    tracker = cls(*places, **options)
-    if hasattr(tracker, "start"):
-        tracker.start()
-    tracker.store_init_configuration(config)
-    return tracker
+    started, accelerator.trackers = accelerator.trackers, []
+    accelerator.log_with = [name]
+    try:
+        in_folder = LOGGER_TYPE_TO_CLASS[name].requires_logging_directory
+        accelerator.init_trackers(folder.name if in_folder else project, config, {name: options})
+    finally:
+        accelerator.trackers = [*started, *accelerator.trackers]

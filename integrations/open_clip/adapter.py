@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, 
 from coder_plugin.integrations.open_clip.evaluation import Collected
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.integrations.open_clip.run import Run
+from coder_plugin.terminal import echo
 
 
 class Adapter:
@@ -79,7 +81,13 @@ class Adapter:
         ours, rest = flags.split(argv)
         args = self.own["parse_args"](rest)
         if ours.loss is not None:
+            if not any(each.startswith("--prec") for each in rest) and not torch.cuda.is_available():
+                args.precision = "fp32"
+                if os.environ.get("RANK", "0") == "0":
+                    echo("--precision fp32, because there is no GPU (open_clip's default, amp, is slower on a CPU)")
             self.run = Run(ours, args)
+        for handler in [each for each in logging.getLogger().handlers if type(each) is logging.StreamHandler]:
+            logging.getLogger().removeHandler(handler)  # of a message until now: upstream adds its own, and lines came twice
         return args
 
     def withdraw(self) -> None:

@@ -29,10 +29,13 @@ def test_help_of_train_fits_two_screens_and_help_all_has_every_option(capsys, mo
     monkeypatch.setenv("COLUMNS", "80")
     brief, full = shown(capsys, "train", "--help"), shown(capsys, "train", "--help-all")
     assert brief.startswith("usage: coder-plugin train [options]\n") and len(brief.splitlines()) <= 78
-    titles = ("data:", "model:", "objective:", "optimisation:", "run and output:")
-    assert all(f"\n{title}\n" in brief for title in titles) and "\nevaluation:\n" in full and "\nevaluation:\n" not in brief
-    flags = [option.flag for option in options_by_name().values()]
+    titles = ("objective:", "model:", "data:", "optimisation:", "run and output:")
+    assert [line for line in brief.splitlines() if line in titles] == list(titles)
+    assert "\nevaluation:\n" in full and "\nevaluation:\n" not in brief
+    flags = [option.flag for option in options_by_name().values() if not option.listed] + ["--open-clip"]
     assert all(f"  {flag}" in full for flag in flags)
+    listed = " ".join(full.partition("--open-clip ")[2].split())
+    assert all(f"{name}: {option.help}" in listed for name, option in options_by_name().items() if option.listed)
     hidden = [flag for flag in flags if f"  {flag}" not in brief]
     assert "--gather-dtype" in hidden and not {"--train-data", "--model", "--loss", "--batch-size", "--resume"} & set(hidden)
     assert f"\n{len(hidden)} more options: coder-plugin train --help-all\n" in brief and "more options" not in full
@@ -85,7 +88,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_warns_of_the_default_rate_and_of_one_pair_once(table, tmp_path, tiny_model, capsys, caplog) -> None:
     torch.save(create_model(tiny_model, loss="clip").state_dict(), tmp_path / "weights.pt")
-    command = ["train", "--dry-run", "--model", tiny_model, "--loss", "clip", "--batch-size", "1", "--logs", str(tmp_path)]
+    command = ["train", "--dry-run", "--model", tiny_model, "--loss", "clip + m_dcl", "--batch-size", "1"]
+    command += ["--logs", str(tmp_path)]
     command += ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
     assert main([*command, "--pretrained", str(tmp_path / "weights.pt")]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
@@ -123,8 +127,8 @@ def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(m
     now, lines = [0.0], []
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     explained: set[str] = set()
-    for epoch in (1, 2):
-        bar = log.Progress(epoch, 0, 4, epochs=3, enabled=True, every=2, say=lines.append, explained=explained)
+    for epoch, left in ((1, 8), (2, 4)):
+        bar = log.Progress(epoch, 0, 4, left, epochs=3, enabled=True, every=2, say=lines.append, explained=explained)
         for _ in range(4):
             now[0] += 2.0
             bar.update({"loss": -0.5, "dcl_loss": -0.7, "clip_loss": 0.2, "gradient_norm": 1.0}, 0.5)
@@ -136,7 +140,7 @@ def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(m
         f"epoch 3/3 step 2/4: {losses}, 0:04 left",
         f"epoch 3/3 step 4/4: {losses}, 0:00 left",
     ]
-    assert lines[1].startswith("dcl_loss below zero: this is not a fault.") and "2 * -log 2 = -1.39" in lines[1]
+    assert lines[1].startswith("dcl_loss can be negative (minimum -1.39 times its weight)")
     eye = torch.eye(2, dtype=torch.float64)
     no_negatives = dcl(eye[:1], eye[:1], effective_negatives=None).item()
     assert round(no_negatives, 2) == -1.39, "as the line says"

@@ -248,7 +248,7 @@ def test_a_shared_model_is_taken_from_the_cache_alone(
             shutil.copytree(export, repository / "snapshots" / ("0" * 40))
         else:
             (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    cache = ["--cache-dir", str(tmp_path)]
+    cache = ["--open-clip", f"cache_dir={tmp_path}"]
     assert main(["doctor", "hf-hub:owner/whole", *cache]) == 0
     assert "opens, " in capsys.readouterr().out
     for name in ("begun", "absent"):

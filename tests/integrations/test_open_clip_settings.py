@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import coder_plugin
+import coder_plugin.integrations.open_clip
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import rates
 from coder_plugin.integrations.open_clip.adapter import Adapter
@@ -135,6 +136,21 @@ def test_synchronised_batch_norms_leave_frozen_ones_frozen() -> None:
     converted = Adapter.convert_sync_batchnorm(tower).train()
     assert not converted[1].training and isinstance(converted[1], nn.BatchNorm2d)
     assert isinstance(converted[2], nn.SyncBatchNorm) and converted[2].training
+
+
+@pytest.mark.parametrize("given", [[], ["--precision", "amp_bf16"], ["--loss"]])
+def test_without_a_gpu_the_precision_is_fp32(given: list[str], released: Any, tmp_path: Path, capsys: Any) -> None:
+    """Unless another is given, and with ``--loss`` only. A handler of a line logged before would double all lines."""
+    argv = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"])
+    argv[argv.index("--precision") : argv.index("--precision") + 2] = given if given != ["--loss"] else []
+    handler = logging.StreamHandler()
+    with pytest.MonkeyPatch.context() as patch, coder_plugin.integrations.open_clip.adapted() as adapter:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(logging.getLogger(), "handlers", [handler])
+        args = adapter.parse_args([*argv, *([] if given == ["--loss"] else ["--loss", "dcl"])])
+        assert logging.getLogger().handlers == []
+    assert args.precision == {0: "fp32", 1: "amp", 2: "amp_bf16"}[len(given)]
+    assert ("--precision fp32, because there is no GPU" in capsys.readouterr().out) is not bool(given)
 
 
 def test_the_rate_that_main_logs_is_the_towers() -> None:

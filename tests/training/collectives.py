@@ -14,7 +14,8 @@ import torch.distributed as dist
 from coder_plugin import Callback, Trainer, distributed
 
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "barrier", "broadcast",
+    "all_gather", "all_gather_into_tensor",
+    "all_gather_single", "all_gather_object", "all_reduce", "all_to_all_single", "barrier", "broadcast",
     "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 

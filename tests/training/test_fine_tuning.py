@@ -176,7 +176,7 @@ def test_zero_shot_accuracy_is_measured_while_training(config: Any, classes: str
     assert "top-1" in chart.note and "mean per class" in chart.note
     findings = {each.name: each for each in doctor_run.check_log(folder)}
     assert any(name in findings for name in ("run.zeroshot", "run.zeroshot.fallen")) and "run.recall.finite" not in findings
-    build_parser().parse_args(["train", "--zeroshot", classes, "--zeroshot-frequency", "2", "--templates", "simple"])
+    build_parser().parse_args(["train", "--zeroshot", classes, "--open-clip", "zeroshot_frequency=2", "--templates", "simple"])
 
     plain = Trainer.from_config(config("plain", **few_steps))
     plain.val = few(plain)
@@ -274,6 +274,17 @@ def test_a_rate_above_what_pretrained_weights_bear(options: dict[str, Any], said
     found = advice({"model": tiny_model, "pretrained": "weights.pt", **options})
     assert ("rate" in found) == (said is not None), found
     assert said is None or said in found["rate"]
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({"lr": 1e-5}, True), ({"lr": 5e-5}, True), ({"lr": 1e-4}, False), ({"lr": 1e-5, "opt": "sgd"}, False)],
+)
+def test_a_rate_for_pretrained_weights_on_random_ones(options: dict[str, Any], warned: bool, tiny_model: str) -> None:
+    found = advice({"model": tiny_model, **options})
+    assert ("start from random weights, and --lr" in found.get("rate", "")) is warned
+    assert "rate" not in advice({"model": tiny_model, "name": "run", "resume": "latest", **options})
+    assert "random" not in advice({"model": tiny_model, "pretrained": "weights.pt", **options}).get("rate", "")
 
 
 def test_the_rate_of_adapters_and_of_locked_towers_is_their_own(config: Any, caplog: Any) -> None:

@@ -22,7 +22,7 @@ from coder_plugin.data.tables import open_csv
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.prepare import make_objective, warn_of_one_pair
+from coder_plugin.training.prepare import check_pairs, make_objective
 from tests.backbones import tiny_bert
 from tests.backbones.test_region_text import TEXTS, images, made
 from tests.training.test_trainer import losses, run_killed_after, weights
@@ -183,7 +183,7 @@ def test_a_batch_of_one_pair_has_negatives_of_its_own(caplog):
     """No warning that dcl has none; triplet, which does not take them, has none."""
     model = coder_plugin.create_model("coder-tiny", loss="dcl(hard_negatives=true) + triplet")
     loss = coder_plugin.create_loss("dcl(hard_negatives=true) + triplet", model=model)
-    warn_of_one_pair(TrainConfig().with_options(batch_size=1, accum_freq=1), loss)
+    check_pairs(TrainConfig().with_options(batch_size=1, accum_freq=1), loss)
     assert [record.getMessage().partition("no negatives, and ")[2][:19] for record in caplog.records] == ["triplet has no othe"]
 
 

@@ -39,12 +39,12 @@ def environment_of(*flags: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("flags", "form"),
     [
-        (["--use_fsdp"], "FSDP (ACCELERATE_USE_FSDP)"),
-        (["--use_fsdp", "--fsdp_version", "2"], "FSDP (ACCELERATE_USE_FSDP)"),
-        (["--use_deepspeed"], "DeepSpeed (ACCELERATE_USE_DEEPSPEED)"),
-        (["--use_megatron_lm"], "Megatron-LM (ACCELERATE_USE_MEGATRON_LM)"),
-        (["--use_parallelism_config", "--parallelism_config_tp_size", "2"], "tensor parallelism (PARALLELISM_CONFIG_TP_SIZE)"),
-        (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "FSDP (PARALLELISM_CONFIG_DP_SHARD_SIZE)"),
+        (["--use_fsdp"], "ACCELERATE_USE_FSDP"),
+        (["--use_fsdp", "--fsdp_version", "2"], "ACCELERATE_USE_FSDP"),
+        (["--use_deepspeed"], "ACCELERATE_USE_DEEPSPEED"),
+        (["--use_megatron_lm"], "ACCELERATE_USE_MEGATRON_LM"),
+        (["--use_parallelism_config", "--parallelism_config_tp_size", "2"], "PARALLELISM_CONFIG_TP_SIZE"),
+        (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
     ],
 )
 def test_other_forms_of_parallel_training_are_refused_before_a_model_is_built(flags, form, tmp_path, monkeypatch) -> None:
@@ -67,7 +67,7 @@ def test_ddp_is_what_remains(flags) -> None:
 
 def test_a_parallelism_that_a_script_passed_to_accelerate_is_refused() -> None:
     check_parallelism({}, SimpleNamespace(tp_size=1, cp_size=1, sp_size=1, dp_shard_size=1, dp_replicate_size=4))
-    with pytest.raises(CoderError, match=r"context parallelism \(ParallelismConfig.cp_size\)"):
+    with pytest.raises(CoderError, match="asks for ParallelismConfig.cp_size"):
         check_parallelism({}, SimpleNamespace(tp_size=1, cp_size=2, sp_size=1, dp_shard_size=1))
 
 

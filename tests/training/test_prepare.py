@@ -6,9 +6,12 @@ from dataclasses import replace
 import open_clip
 import pytest
 import torch
+from torch import nn
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.config import TrainConfig
+from coder_plugin.errors import CoderError
+from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
@@ -24,7 +27,7 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     }
     path = tmp_path / "locked-timm-test.json"
     path.write_text(json.dumps(config))
-    options = {"model": str(path), "lock_image": True, "lock_image_freeze_bn_stats": True}
+    options = {"model": str(path), "lock_image": True}
     model = prepare.make_training_model(TrainConfig().with_options(**options), Objective.parse("dcl"), torch.device("cpu"))
     image = torch.randn(4, 3, 64, 64)
     before = {name: value.clone() for name, value in model.visual.trunk.state_dict().items()}
@@ -38,6 +41,60 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     open_clips = prepare.make_training_model(plain, Objective.parse("dcl"), torch.device("cpu"))
     open_clips.load_state_dict(model.state_dict())
     assert torch.equal(open_clips.eval().visual(image), expected)
+
+
+RESNET = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8, "patch_size": None},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "options, frozen",
+    [
+        ({"lora_rank": 2}, True),
+        ({"lora_rank": 2, "lock_image_freeze_bn_stats": False}, False),
+        ({"lock_image": True}, True),
+        ({"lock_image": True, "lock_image_freeze_bn_stats": False}, False),
+        ({}, False),
+    ],
+)
+def test_statistics_of_frozen_batch_norms(options, frozen, tmp_path, caplog):
+    path = tmp_path / "resnet-for-tests.json"
+    path.write_text(json.dumps(RESNET))
+    config = TrainConfig().with_options(model=str(path), **options)
+    model = prepare.make_training_model(config, Objective.parse("dcl"), torch.device("cpu")).train()
+    before = {name: value.clone() for name, value in model.visual.named_buffers()}
+    model.visual(torch.randn(4, 3, 32, 32))
+    assert before and all(torch.equal(value, before[name]) for name, value in model.visual.named_buffers()) is frozen
+    assert ("the image tower has no linear layers in numbered blocks, so it gets no adapters" in caplog.text) is (
+        "lora_rank" in options
+    )
+
+
+def test_statistics_follow_the_parameters_around_them():
+    """However they were frozen; copies that heads hold keep their own mode."""
+    model = nn.Module()
+    norms = nn.BatchNorm2d(3, affine=False), nn.InstanceNorm2d(3, track_running_stats=True)
+    model.frozen = nn.Sequential(nn.Conv2d(3, 3, 1), *norms)
+    model.trained = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3).requires_grad_(False))
+    model.momentum = ModelCopy(mode="train")
+    model.momentum.model = nn.Sequential(nn.BatchNorm2d(3)).requires_grad_(False)
+    model.frozen.requires_grad_(False)
+    for _ in range(2):
+        prepare.freeze_batch_norm(model)
+    model.train()
+    assert not model.frozen[1].training and not model.frozen[2].training
+    assert model.trained[1].training and not model.trained[2].training
+    assert model.momentum.model[0].training and type(model.momentum.model[0]) is nn.BatchNorm2d
+
+
+def test_a_number_of_steps_replaces_the_epochs_of_weaker_layers():
+    assert "epochs" not in resolve_config({"max_steps": 5}).origins  # the scenes' six
+    both = resolve_config({"max_steps": 5, "epochs": 1})
+    assert both.optim.epochs == 1 and both.optim.max_steps == 5
+    assert resolve_config({"epochs": 2}, file={"max_steps": 5}).origins["epochs"] == "flag"
 
 
 def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
@@ -55,14 +112,18 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes
 
 
-@pytest.mark.parametrize(
-    "loss, batch_size, named",
-    [("clip + dcl", 1, "clip and dcl"), ("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)],
-)
+def test_a_step_of_one_pair_without_negatives_is_refused(tiny_model):
+    criterion = create_loss("clip + dcl", model=create_model(tiny_model, loss="clip + dcl"))
+    with pytest.raises(CoderError, match=r'--batch-size 1: a step has one pair .* --loss "clip \+ dcl" learns: use'):
+        prepare.check_pairs(TrainConfig().with_options(batch_size=1), criterion)
+    prepare.check_pairs(TrainConfig().with_options(batch_size=1, accum_freq=2), criterion)
+
+
+@pytest.mark.parametrize("loss, batch_size, named", [("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)])
 def test_a_batch_of_one_pair_is_warned_of(loss, batch_size, named, caplog, tiny_model):
     model = create_model(tiny_model, loss=loss)
     criterion = create_loss(loss, model=model)
-    prepare.warn_of_one_pair(TrainConfig().with_options(batch_size=batch_size), criterion)
+    prepare.check_pairs(TrainConfig().with_options(batch_size=batch_size), criterion)
     if batch_size == 1:
         criterion.warn_of_one_pair()  # in the first step
     lines = [record.getMessage() for record in caplog.records if "no negatives" in record.getMessage()]

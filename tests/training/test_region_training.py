@@ -511,8 +511,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no concepts": ("region-bert", ["--loss", "coder"], "needs a concept vocabulary: --concepts FILE"),
     "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "none.safetensors: no such file"),
     "a BERT that is not there": ("region-bert", ["--model-kwargs", "text=no/where"], "text encoder 'no/where' cannot be"),
-    "groups of regions' layers": ("region-bert", ["--lock-image", "--lock-image-unlocked-groups", "1"], "no layer groups"),
-    "layers of a BiGRU": ("region-bigru", ["--lock-text", "--lock-text-unlocked-layers", "1"], "has no layers to unlock"),
+    "groups of regions' layers": (
+        "region-bert", ["--lock-image", "--open-clip", "lock_image_unlocked_groups=1"], "no layer groups",
+    ),
+    "layers of a BiGRU": (
+        "region-bigru", ["--lock-text", "--open-clip", "lock_text_unlocked_layers=1"], "has no layers to unlock",
+    ),
     "adapters in a BiGRU": ("region-bigru", ["--lora-rank", "2"], "no unlocked linear layer in numbered blocks"),
 }
 

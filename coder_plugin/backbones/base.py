@@ -116,7 +116,9 @@ def forward_with_heads(
         "text_negatives": text_negatives,
         "text_negative_ids": text_negative_ids,
     }
-    return {**outputs, **model.coder({**features, **_present(inputs)})}
+    outputs = {**outputs, **model.coder({**features, **_present(inputs)})}
+    # DDP with find_unused_parameters takes a parameter that is itself an output for unused
+    return {key: value.view_as(value) if isinstance(value, nn.Parameter) else value for key, value in outputs.items()}
 
 
 def _negative_ids(text: Tensor, negatives: Tensor, ids: Tensor | None) -> Tensor:

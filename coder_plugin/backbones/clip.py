@@ -503,7 +503,7 @@ def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
 def retract(model: Any) -> None:
     """Undo :func:`extend`, in place: the model has its own class again, and no heads. The hooks of its capture stay and, as
     nothing starts it, do nothing."""
-    model.__class__ = next(cls for cls in type(model).__mro__ if not issubclass(cls, CoderCLIP))
+    model.__class__ = type(model).__bases__[-1]
     del model.coder, model._coder_capture
 
 

@@ -157,8 +157,8 @@ def _unwrap(optimizer: Any) -> list[torch.optim.Optimizer]:
     chain = [each for each in chain if hasattr(each, "_optimizer_step_post_hooks")]
     if not chain:
         raise CoderError(
-            f"{type(inner).__name__} does not call torch.optim.Optimizer.__init__, so nothing can notice its steps: call it there, "
-            "or call model.coder.post_step() after every performed step"
+            f"{type(inner).__name__} does not call torch.optim.Optimizer.__init__, so nothing can notice its steps: call it "
+            "there, or call model.coder.post_step() after every performed step"
         )
     for each in chain:
         each._patch_step_function()  # does nothing but for timm's Lookahead, which does not call Optimizer.__init__

@@ -123,7 +123,7 @@ def forward_with_heads(
 
 
 def as_weights(model: nn.Module, image: Any) -> Any:
-    """Images, or the floating-point tensors of a dict of them, in the precision of the model's weights, except under autocast."""
+    """Images, or the floating-point tensors of a dict of them, in the type of the weights, except under autocast."""
     weights = next(parameter for parameter in model.parameters() if parameter.ndim > 1)
     if isinstance(image, Mapping):
         return {key: as_weights(model, value) for key, value in image.items()}

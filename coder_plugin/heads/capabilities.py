@@ -180,8 +180,8 @@ class KeepsState(Head):
         return replaced
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Converting the model widens the state's buffers or leaves their types alone: half precision would round away what they
-        add up."""
+        """Converting the model widens the state's buffers or leaves their types alone: half precision would round away what
+        they add up."""
         buffers = self.state_buffers()
         super()._apply(fn, recurse)
         for path, before in buffers.items():

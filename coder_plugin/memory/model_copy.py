@@ -19,8 +19,8 @@ class ModelCopy(nn.Module):
     """A copy of the model without its heads. It has no gradient, and its mode is fixed: :meth:`train` does nothing.
 
     Frozen parameters are shared with the model, so a locked tower or the base weights under LoRA are in memory once.
-    ``named_modules`` and all that is made of it, such as the model's ``parameters()``, leave the copy's modules out: they are
-    not there to be adapted (peft), averaged or trained. State dicts and moves to a device include them.
+    The model's ``named_modules()``, and with it its ``parameters()``, leave the copy's modules out: they are not there to be
+    adapted (peft), averaged or trained. State dicts and moves to a device include them.
 
     Args:
         mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
@@ -88,11 +88,11 @@ class ModelCopy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module alone; with FSDP2, which finds what it shards by it, also those of the copy."""
-        if hasattr(self, "unshard"):
+        """Within another module's, this module alone; with FSDP2, which finds what it shards by them, the copy's too."""
+        if memo is None or hasattr(self, "unshard"):
             yield from super().named_modules(memo, prefix, remove_duplicate)
-        elif memo is None or self not in memo:
-            if memo is not None and remove_duplicate:
+        elif self not in memo:
+            if remove_duplicate:
                 memo.add(self)
             yield prefix, self
 

@@ -37,8 +37,8 @@ class StateWatch:
             self._warned = True
             if model.coder.followed_by is not None:
                 logging.warning(
-                    "the model's banks, momentum towers or centres have not moved for %d training steps: another optimizer than "
-                    "the one that coder_plugin.follow was given steps the model: give follow the one whose step() is called",
+                    "the model's banks, momentum towers or centres have not moved for %d training steps: another optimizer "
+                    "than the one that coder_plugin.follow was given steps the model: give it the one whose step() is called",
                     self._forwards - 1,
                 )
                 return

@@ -94,8 +94,8 @@ class CoderLoss(nn.Module):
         heads = self._inner[0].coder.heads
         if other := [name for name, head in self._heads[0].items() if name not in heads or heads[name] is not head]:
             raise CoderError(
-                f"another CoderLoss of this model, made later, has built the head {other[0]!r} again with other options, and this "
-                "loss reads the earlier one: give both losses the same options of heads"
+                f"another CoderLoss of this model, made later, has built the head {other[0]!r} again with other options, and "
+                "this loss reads the earlier one: give both losses the same options of heads"
             )
         if not self._state_is_shared:
             self._share_state()

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -26,6 +27,7 @@ from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, Scores, heads_with
 from coder_plugin.losses.base import Term, gathered_arguments
+from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.memory.rows import reset_moments
 from coder_plugin.memory.state_watch import StateWatch
 from coder_plugin.objective import Objective, check_keys, check_takes_keys
@@ -159,6 +161,22 @@ class Coder(nn.Module):
         """Let heads that follow the model copy it: when the model is complete, and again after modules were replaced."""
         for head in heads_with(self.heads, FollowsModel).values():
             head.attach(model)
+        if _refresh_copies not in model._load_state_dict_post_hooks.values():
+            model.register_load_state_dict_post_hook(_refresh_copies)
+
+    def refresh(self, model: Any, *, fresh: bool = False) -> None:
+        """Let copies that no step has used yet follow the model's weights, and all copies its modules.
+
+        Args:
+            fresh: only those that no step has used.
+        """
+        for module in self.modules():
+            if isinstance(module, ModelCopy) and (module.fresh or not fresh):
+                module.refresh(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model, such as an average of its weights, is not followed: it has no optimizer."""
+        return {**self.__dict__, "followed_by": None, "_forward_pre_hooks": OrderedDict()}
 
     def discard(self) -> None:
         """Forget what the loss stashed: no step follows."""
@@ -183,8 +201,12 @@ class Coder(nn.Module):
                 raise CoderError(f"head {name!r}: {error}") from error
 
     def watch(self, model: Any) -> None:
-        """Warn if training forwards of ``model`` go by without :meth:`post_step`."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and heads_with(self.heads, KeepsState):
+        """A training forward of ``model`` begins: refresh its copies, and warn if :meth:`post_step` is never called."""
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(next(model.parameters(), None), nn.Parameter):  # functional_call replaces them
+            self.refresh(model, fresh=True)
+        if torch.is_grad_enabled() and heads_with(self.heads, KeepsState):
             self._watch.at_forward(model)
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -267,6 +289,12 @@ class Coder(nn.Module):
     def state_names(self) -> list[str]:
         """Names, within the whole model, of the heads' accumulating buffers and frozen copies."""
         return [f"coder.heads.{name}.{inner}" for name, head in self.heads.items() for inner in head.state_names()]
+
+
+def _refresh_copies(model: Any, _: Any) -> None:
+    """After weights were loaded, such as those of the towers alone."""
+    if hasattr(model, "coder"):
+        model.coder.refresh(model, fresh=True)
 
 
 def _make_head(name: str, cls: Any, backbone: BackboneInfo, options: dict[str, Any]) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from coder_plugin.errors import CoderError
 
 #: Attributes under which wrappers keep an optimizer (accelerate, Lightning) or a model (DDP, ``torch.compile``).
 _OPTIMIZER, _MODEL = ("optimizer", "_optimizer"), ("module", "_orig_mod")
+#: Those under which an optimizer keeps the one that it extends (SAM, timm's Lookahead).
+_BASE = ("base_optimizer", "_base_optimizer")
 
 
 class Following:
@@ -23,17 +26,21 @@ class Following:
         steps: how often the state has advanced.
     """
 
-    def __init__(self, coder: Coder, optimizers: list[torch.optim.Optimizer], after_step: Callable[[], object] | None) -> None:
+    def __init__(
+        self, coder: Coder, optimizers: list[list[torch.optim.Optimizer]], after_step: Callable[[], object] | None
+    ) -> None:
         self.steps = 0
         self._coder, self._optimizers, self._after_step = coder, optimizers, after_step
         self._stepped: set[int] = set()
-        self._hooks: list[Any] = [each.register_step_post_hook(self._on_step) for each in optimizers]
+        self._stepping: set[int] = set()  # outer optimizers that are about to step those that they extend
+        self._hooks: list[Any] = []
+        for number, (outer, *inner) in enumerate(optimizers):
+            self._hooks.append(outer.register_step_post_hook(partial(self._on_step, number)))
+            if inner:
+                self._hooks.append(outer.register_step_pre_hook(partial(self._on_outer_step, number)))
+            self._hooks += [each.register_step_post_hook(partial(self._on_inner_step, number)) for each in inner]
         if len(optimizers) > 1:
             self._hooks.append(coder.register_forward_pre_hook(self._on_forward))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Following:
-        """A copy of the model, such as an average of its weights, is not followed: it has no optimizer."""
-        return self
 
     def remove(self) -> None:
         """Stop: the optimizers' steps advance nothing any more."""
@@ -43,32 +50,37 @@ class Following:
         if self._coder.followed_by is self:
             self._coder.followed_by = None
 
-    def follows(self, coder: Coder) -> bool:
-        """False for a deep copy."""
-        return coder is self._coder
-
     def advances_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer is among those whose steps advance the state."""
-        return any(optimizer is each for each in self._optimizers)
+        return any(optimizer is each for chain in self._optimizers for each in chain)
 
     @torch.compiler.disable
-    def _on_step(self, optimizer: Any, *_: Any) -> None:
+    def _on_step(self, number: int, optimizer: Any, *_: Any) -> None:
+        self._stepping.discard(number)
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and overflow.item():  # GradScaler calls a fused optimizer, which skips the step itself
             return
-        self._stepped.add(id(optimizer))
+        self._stepped.add(number)
         if len(self._stepped) == len(self._optimizers):
             self._advance()
 
+    def _on_outer_step(self, number: int, *_: Any) -> None:
+        self._stepping.add(number)
+
+    def _on_inner_step(self, number: int, optimizer: Any, *_: Any) -> None:
+        """SAM's ``second_step`` steps the optimizer inside, without a step of its own."""
+        if number not in self._stepping:
+            self._on_step(number, optimizer)
+
     def _on_forward(self, coder: Any, *_: Any) -> None:
         """The heads run in training mode only: a new step begins."""
-        if self._stepped and coder is self._coder:  # one of the last step's optimizers was not called, or had an overflow
+        if self._stepped:  # one of the last step's optimizers was not called, or had an overflow
             self._advance()
 
     def _advance(self) -> None:
         self._stepped.clear()
         self.steps += 1
-        self._coder.post_step(self._optimizers)
+        self._coder.post_step([each for chain in self._optimizers for each in chain])
         if self._after_step is not None:
             self._after_step()
 
@@ -79,7 +91,8 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
     Call it once, when the optimizer exists and before the first step, in whatever loop trains the model. It counts steps that
     were performed: micro-batches that only accumulate gradients and steps that a loss scaler skips, also those of a fused
     optimizer, advance nothing. With several optimizers a step is over when each has stepped, or when the next forward
-    pass in training mode begins.
+    pass in training mode begins. Of an optimizer that extends another (SAM, timm's Lookahead) the step is over when its own
+    is, or when it steps the other by itself, as in SAM's ``second_step``.
 
     Args:
         model: of :func:`coder_plugin.create_model`; also wrapped by DDP or ``torch.compile``, or a module that contains one.
@@ -109,22 +122,23 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
     inner = find_model(model)
     coder = inner.coder
     optimizers = [_unwrap(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
-    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+    if not optimizers or len({id(each[-1]) for each in optimizers}) < len(optimizers):
         raise CoderError("follow needs an optimizer, or a list of different ones")
-    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    held = {id(parameter) for each, *_ in optimizers for group in each.param_groups for parameter in group["params"]}
     own = [*inner.parameters(), *(model.parameters() if isinstance(model, nn.Module) else ())]  # a wrapper may hold them
     if any(each.requires_grad for each in own) and held.isdisjoint(map(id, own)):
         raise CoderError(
             "the optimizer holds no parameter of the model: make it from this model's parameters, then call follow"
         )
-    if coder.followed_by is not None and coder.followed_by.follows(coder):
+    if coder.followed_by is not None:
         raise CoderError("the model's state follows an optimizer already: call remove() of what follow() returned first")
+    coder.refresh(inner)
     coder.followed_by = following = Following(coder, optimizers, after_step)
     return following
 
 
-def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer whose ``step`` runs torch's hooks."""
+def _unwrap(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizer that a framework has wrapped, and those that it extends, as far as their ``step`` runs torch's hooks."""
     inner: Any = optimizer
     while True:
         wrapped = (getattr(inner, name, None) for name in _OPTIMIZER)
@@ -137,7 +151,18 @@ def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
             f"follow needs a torch optimizer, got {type(optimizer).__name__}: without one call model.coder.post_step() after "
             "every performed step"
         )
-    return inner
+    chain = [inner]
+    while base := [each for name in _BASE if isinstance(each := getattr(chain[-1], name, None), torch.optim.Optimizer)]:
+        chain.append(base[0])
+    chain = [each for each in chain if hasattr(each, "_optimizer_step_post_hooks")]
+    if not chain:
+        raise CoderError(
+            f"{type(inner).__name__} does not call torch.optim.Optimizer.__init__, so nothing can notice its steps: call it "
+            "there, or call model.coder.post_step() after every performed step"
+        )
+    for each in chain:
+        each._patch_step_function()  # does nothing but for timm's Lookahead, which does not call Optimizer.__init__
+    return chain
 
 
 def find_model(model: Any) -> Any:

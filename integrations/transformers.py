@@ -60,6 +60,15 @@ class FollowCallback(TrainerCallback):
             self.following = None
 
 
+#: Arguments of Trainer that it would fail with, or ignore.
+_REFUSED = {
+    "neftune_noise_alpha": "it adds noise to the embeddings of a language model; ascl adds noise to captions",
+    "label_smoothing_factor": "pairs have no labels",
+    "use_liger_kernel": "its kernels are those of language models",
+    "batch_eval_metrics": "recall compares all pairs of the evaluation set",
+}
+
+
 class CoderTrainer(Trainer):
     """Hugging Face's ``Trainer`` for models of :func:`coder_plugin.create_model`.
 
@@ -76,8 +85,8 @@ class CoderTrainer(Trainer):
             ``metric_for_best_model`` is another.
 
     Raises:
-        CoderError: a model without heads, or rows of pictures and texts without a collator; as
-            :func:`coder_plugin.create_loss`; and as :class:`FollowCallback`, when training begins.
+        CoderError: a model without heads, rows of pictures and texts without a collator, or arguments that need labels or a
+            language model, by name; as :func:`coder_plugin.create_loss`; and as :class:`FollowCallback`, when training begins.
 
     Example:
         >>> import tempfile
@@ -108,6 +117,9 @@ class CoderTrainer(Trainer):
         options.setdefault("compute_metrics", retrieval_metrics)
         if options.get("data_collator") is None and options.get("processing_class") is None:
             options["data_collator"] = _collate
+        for name, why in _REFUSED.items():
+            if getattr(options.get("args"), name, None):
+                raise CoderError(f"TrainingArguments({name}=…) does not work with CoderTrainer: {why}")
         super().__init__(model, callbacks=[*(callbacks or []), self._follow], **options)
         by_loss = self.args.metric_for_best_model in ("loss", "eval_loss")  # the default, which evaluation does not have
         if by_loss and self.compute_metrics is retrieval_metrics:
@@ -185,7 +197,8 @@ def retrieval_metrics(prediction: Any) -> dict[str, float]:
 
     Args:
         prediction: ``predictions``: retrieval vectors of images and of texts, [n, F] each, one row a pair. ``label_ids``: the
-            images' ids, int64 [n]; rows of one id are captions of one image.
+            images' ids, int64 [n]; rows of one id are captions of one image. Both may be lists of batches
+            (``eval_do_concat_batches=False``).
 
     Returns:
         The numbers of :func:`coder_plugin.evaluation.recall`, recalls in percent.
@@ -200,8 +213,11 @@ def retrieval_metrics(prediction: Any) -> dict[str, float]:
         >>> figures["i2t_r1"], figures["rsum"]
         (100.0, 600.0)
     """
-    images, texts = map(torch.as_tensor, prediction.predictions)
-    unique, image_of_text = torch.as_tensor(prediction.label_ids).unique(return_inverse=True)
+    vectors, ids = prediction.predictions, prediction.label_ids
+    if isinstance(ids, list):
+        vectors, ids = [np.concatenate(batches) for batches in zip(*vectors, strict=True)], np.concatenate(ids)
+    images, texts = map(torch.as_tensor, vectors)
+    unique, image_of_text = torch.as_tensor(ids).unique(return_inverse=True)
     rows = torch.arange(len(image_of_text))
     first = torch.full_like(unique, len(rows)).scatter_reduce(0, image_of_text, rows, "amin")
     figures = recall_from_embeddings(images[first], texts, image_of_text)

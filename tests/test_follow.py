@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm.optim
 import torch
 from torch import nn
 
 import coder_plugin
 from coder_plugin import CoderError, follow
+from coder_plugin.memory.rows import reset_moments
 
 RECIPE = "dcl + m_dcl"
 PAIRS = 4
@@ -253,3 +256,117 @@ def test_nothing_is_reported_where_nothing_is_forgotten(
             own = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
             torch.func.functional_call(model, own, (), batch())
     assert not warnings_of(caplog)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as its implementations write it (Foret et al., 2021)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.01)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.01)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_the_two_forwards_of_sam_are_one_step(model: Any, loss: Any, by_closure: bool) -> None:
+    optimizer = SAM(trained(model))
+    following = follow(model, optimizer)
+    for seed in range(3):
+        backward(model, loss, seed)
+        if by_closure:
+            optimizer.step(lambda seed=seed: backward(model, loss, seed))
+        else:
+            optimizer.first_step()
+            assert following.steps == seed
+            backward(model, loss, seed)
+            optimizer.second_step()
+        assert following.steps == seed + 1
+    assert filled(model) == 3 * PAIRS
+
+
+@pytest.mark.parametrize("name", ["lookahead_sgd", "lookahead_adamw"])
+def test_a_step_of_lookahead_ends_when_its_slow_weights_are_written(model: Any, loss: Any, name: str) -> None:
+    """timm's does not call Optimizer.__init__, so torch gives its steps no hooks."""
+    optimizer = timm.optim.create_optimizer_v2(trained(model), opt=name, lr=0.01)
+    seen: list[torch.Tensor] = []
+    following = follow(model, optimizer, after_step=lambda: seen.append(model.visual.proj.detach().clone()))
+    for seed in range(6):
+        backward(model, loss, seed)
+        optimizer.step()
+        assert following.steps == seed + 1 and torch.equal(seen[-1], model.visual.proj)
+    assert filled(model) == 6 * PAIRS
+
+
+def test_new_rows_of_a_parameter_have_no_slow_weights() -> None:
+    weight = nn.Parameter(torch.ones(2, 1))
+    optimizer = timm.optim.create_optimizer_v2([weight], opt="lookahead_sgd", lr=0.1)
+    weight.grad = torch.ones(2, 1)
+    for _ in range(6):
+        optimizer.step()
+    state = optimizer._base_optimizer.state[weight]
+    with torch.no_grad():
+        weight[1] = 7.0
+    reset_moments(optimizer._base_optimizer, weight, torch.tensor([False, True]))
+    assert state["lookahead_slow_buff"][1] == 7 and 0 < state["lookahead_slow_buff"][0] < 1
+
+
+def test_an_optimizer_whose_steps_nobody_can_notice_is_refused(model: Any) -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": parameters}]
+
+    with pytest.raises(CoderError, match="Bare does not call torch.optim.Optimizer.__init__, so nothing can notice its steps"):
+        follow(model, Bare(trained(model)))
+
+
+def test_steps_of_another_optimizer_are_reported(model: Any, loss: Any, caplog: pytest.LogCaptureFixture) -> None:
+    follow(model, sgd(trained(model)))
+    other = sgd(trained(model))
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            backward(model, loss, seed)
+            other.step()
+    assert len(warned := warnings_of(caplog)) == 1 and "give it the one whose step() is called" in warned[0]
+
+
+@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign", "ascl", "clip + distill(teacher=base)"])
+def test_a_model_that_is_followed_and_its_loss_pickle(tiny_model: str, expression: str) -> None:
+    model = coder_plugin.create_model(tiny_model, loss=expression).train()
+    loss = coder_plugin.create_loss(expression, model=model)
+    optimizer = sgd(trained(model))
+    follow(model, optimizer)
+    backward(model, loss)
+    optimizer.step()
+    again, loss_again = pickle.loads(pickle.dumps((model, loss)))
+    assert again.coder.followed_by is None is not model.coder.followed_by
+    values = []
+    for each, criterion in ((model, loss), (again, loss_again)):
+        torch.manual_seed(1)
+        values.append(sum(criterion(**each(**batch(1))).values()))
+    assert torch.equal(*values)
+    follow(again, sgd(trained(again)))
+
+
+@pytest.mark.parametrize("name", ["region-bigru", "region-bigru-vsrn"])
+def test_region_models_pickle(name: str) -> None:
+    options = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "dog"], "region_dim": 4, "embed_dim": 4, "word_dim": 4}
+    model = coder_plugin.create_model(name, loss="dcl + m_dcl", **options)
+    again = pickle.loads(pickle.dumps(model))
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.backbones.norm import statistics_of
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.data.item import UNKNOWN_IMAGE
@@ -116,7 +117,20 @@ def forward_with_heads(
         "text_negatives": text_negatives,
         "text_negative_ids": text_negative_ids,
     }
-    return {**outputs, **model.coder({**features, **_present(inputs)})}
+    outputs = {**outputs, **model.coder({**features, **_present(inputs)})}
+    # DDP with find_unused_parameters takes a parameter that is itself an output for unused
+    return {key: value.view_as(value) if isinstance(value, nn.Parameter) else value for key, value in outputs.items()}
+
+
+def as_weights(model: nn.Module, image: Any) -> Any:
+    """Images, or the floating-point tensors of a dict of them, in the type of the weights, except under autocast."""
+    weights = next(parameter for parameter in model.parameters() if parameter.ndim > 1)
+    if isinstance(image, Mapping):
+        return {key: as_weights(model, value) for key, value in image.items()}
+    if not isinstance(image, Tensor) or not image.is_floating_point() or image.dtype == weights.dtype:
+        return image
+    autocast = torch.is_autocast_enabled(image.device.type) or distributed.is_sharded(weights)  # FSDP2 casts, too
+    return image if autocast else image.to(weights.dtype)
 
 
 def _negative_ids(text: Tensor, negatives: Tensor, ids: Tensor | None) -> Tensor:
@@ -162,6 +176,8 @@ class Backbone(nn.Module):
 
     #: The keys that heads may read besides :data:`OUTPUT_KEYS`; see ``resolver.INTERMEDIATE_KEYS``.
     intermediate_keys: frozenset[str] = frozenset()
+    #: The input that Hugging Face's Trainer hands to metrics.
+    main_input_name = "image"
 
     coder: Any
     logit_scale: nn.Parameter
@@ -224,6 +240,10 @@ class Backbone(nn.Module):
         """Recompute the activations of the towers' layers in the backward pass."""
         raise NotImplementedError
 
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """The name by which the trainers of Hugging Face call :meth:`set_grad_checkpointing`."""
+        self.set_grad_checkpointing(True)
+
     def forward(
         self,
         image: Any = None,
@@ -258,7 +278,7 @@ class Backbone(nn.Module):
         if self.logit_bias is not None:
             features["logit_bias"] = self.logit_bias
         if image is not None:
-            features.update(self.image_side(image))
+            features.update(self.image_side(as_weights(self, image)))
         if text is not None:
             features.update(self.text_side(text))
         outputs = {key: value for key, value in features.items() if key in OUTPUT_KEYS}
@@ -285,7 +305,7 @@ class Backbone(nn.Module):
 
     def describe_image(self, image: Any) -> dict[str, Tensor]:
         """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""
-        return self.image_side(image)
+        return self.image_side(as_weights(self, image))
 
     def describe_text(self, text: Tensor) -> dict[str, Tensor]:
         """All keys of texts alone, from which :meth:`embed_text` and re-ranking are computed."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from coder_plugin.backbones.allowed import (
     check_size,
     check_text_folders,
 )
-from coder_plugin.backbones.base import BackboneInfo, forward_with_heads
+from coder_plugin.backbones.base import BackboneInfo, as_weights, forward_with_heads
+from coder_plugin.backbones.extended_class import Extended, extended_class
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
 from coder_plugin.backbones.names import CONFIGS, unknown_model
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
@@ -51,12 +52,18 @@ INTERMEDIATE_KEYS = frozenset(
 _CHANNEL_KEYS = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
 
 
-class CoderCLIP:
+class CoderCLIP(Extended):
     """Mixin of open_clip models with heads. See :func:`coder_plugin.create_model`."""
 
     coder: Any
     word_embeddings: WordEmbeddings
     _coder_capture: FeatureCapture | None
+    #: The input that Hugging Face's Trainer hands to metrics.
+    main_input_name = "image"
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Recompute activations in the backward pass; the trainers of Hugging Face call it."""
+        self.set_grad_checkpointing(True)  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -85,7 +92,7 @@ class CoderCLIP:
         _check_inputs(image, text, image_id)
         return forward_with_heads(
             self,
-            partial(self._run_towers, args, upstream),
+            functools.partial(self._run_towers, args, upstream),
             image,
             text,
             text_positive=text_positive,
@@ -99,6 +106,7 @@ class CoderCLIP:
         self, args: tuple[Any, ...], upstream: dict[str, Any], image: Tensor | None, text: Tensor | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         self._start_capture()
+        image = as_weights(self, image)
         outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
         return outputs, self._collect(text)
 
@@ -116,6 +124,7 @@ class CoderCLIP:
     def describe_image(self, image: Tensor) -> dict[str, Tensor]:
         """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""
         self._start_capture()
+        image = as_weights(self, image)
         feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
         features = {"image_features": feature, **self._collect(None)}
         return {**features, **self.coder.aggregate(features)}
@@ -485,8 +494,7 @@ def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
     """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward. Returns the same object."""
     cls = type(model)
     mixin = getattr(model, "coder_class", CoderCLIP)  # transformers' models have one of their own
-    extended = type(f"Coder{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
-    model.__class__ = extended
+    model.__class__ = extended_class((mixin, cls), f"Coder{cls.__name__}")
     model.coder = coder
     model._coder_capture = capture
     return model
@@ -495,7 +503,7 @@ def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
 def retract(model: Any) -> None:
     """Undo :func:`extend`, in place: the model has its own class again, and no heads. The hooks of its capture stay and, as
     nothing starts it, do nothing."""
-    model.__class__ = next(cls for cls in type(model).__mro__ if not issubclass(cls, CoderCLIP))
+    model.__class__ = type(model).__bases__[-1]
     del model.coder, model._coder_capture
 
 

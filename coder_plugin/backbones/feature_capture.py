@@ -10,12 +10,14 @@ calls its own ``forward_intermediates``. Hooks are installed only for the keys t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.backbones.extended_class import Extended, extended_class
 from coder_plugin.backbones.token_projection import (
     GridCells,
     TokenProjection,
@@ -35,6 +37,19 @@ AGGREGATOR_KEYS = frozenset({"image_tokens", "image_mask", "text_tokens", "text_
 
 def _all(output: Any) -> Any:
     return output
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def part_of(positions: slice, batch_first: bool = True) -> Select:
+    """Takes some positions, as [B, L, C]. These functions, unlike closures, can be pickled with the model."""
+    return functools.partial(_positions, positions, batch_first)
+
+
+def _positions(positions: slice, batch_first: bool, tokens: Tensor) -> Tensor:
+    return (tokens if batch_first else tokens.transpose(0, 1))[:, positions]
 
 
 class FeatureCapture:
@@ -152,7 +167,7 @@ class FeatureCapture:
         return blocks[-self.context_blocks]
 
     def _hook_pooled(self, model: Any) -> None:
-        self._on_output(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+        self._on_output(model.visual, "image_pooled", _first)
 
     def _hook_image(self, visual: Any) -> None:
         from open_clip.modified_resnet import ModifiedResNet
@@ -162,8 +177,8 @@ class FeatureCapture:
         in_context = bool(self.keys & context_keys("image"))
         if isinstance(visual, VisionTransformer):
             normed = visual.attn_pool is None and not visual.final_ln_after_pool
-            self._on_output(visual.ln_post if normed else visual.transformer, "image_tokens", lambda tokens: tokens[:, 1:])
-            self._on_output(visual.transformer, "image_contexts", lambda tokens: tokens[:, 1:])
+            self._on_output(visual.ln_post if normed else visual.transformer, "image_tokens", part_of(slice(1, None)))
+            self._on_output(visual.transformer, "image_contexts", part_of(slice(1, None)))
             if in_context:
                 self._hook_block(visual.transformer, "image", slice(1, None))
         elif isinstance(visual, ModifiedResNet):
@@ -180,15 +195,15 @@ class FeatureCapture:
         # open_clip's own blocks run over [B, L, C], or over [L, B, C]
         batch_first = getattr(transformer, "batch_first", True)  # open_clip 4 always runs over [B, L, C]
         first = self._block(transformer.resblocks, side)
-        self._on_input(first, f"{side}_locals", lambda x: (x if batch_first else x.transpose(0, 1))[:, words])
+        self._on_input(first, f"{side}_locals", part_of(words, batch_first))
 
     def _hook_timm(self, visual: Any, in_context: bool) -> None:
         trunk = visual.trunk
         keys = {"image_tokens"}
         if in_context and pools_tokens(trunk):
             prefix = trunk.num_prefix_tokens
-            self._on_input(self._block(trunk.blocks, "image"), "image_locals", lambda tokens: tokens[:, prefix:])
-            self._on_input(trunk.norm, "image_contexts", lambda tokens: tokens[:, prefix:])
+            self._on_input(self._block(trunk.blocks, "image"), "image_locals", part_of(slice(prefix, None)))
+            self._on_input(trunk.norm, "image_contexts", part_of(slice(prefix, None)))
         elif in_context:
             keys |= context_keys("image")
             self._depth = 1 + self._num_context_maps(trunk)
@@ -198,7 +213,7 @@ class FeatureCapture:
             raise CoderError(f"no token features from timm's {type(trunk).__name__}")
         cls = type(visual)
         if not isinstance(visual, _TimmCapture):  # of an earlier capture
-            visual.__class__ = type(cls.__name__, (_TimmCapture, cls), {"__module__": cls.__module__})
+            visual.__class__ = extended_class((_TimmCapture, cls), cls.__name__)
         visual._coder_capture = self
 
     def _num_context_maps(self, trunk: Any) -> int:
@@ -220,19 +235,19 @@ class FeatureCapture:
         in_context = bool(self.keys & context_keys("text"))
         text = getattr(model, "text", model)  # open_clip's CLIP holds the parts of its text tower itself
         if isinstance(text, HFTextEncoder):
-            self._on_output(text.transformer, "text_tokens", lambda output: output.last_hidden_state)
+            self._on_output(text.transformer, "text_tokens", operator.attrgetter("last_hidden_state"))
             if (norm := last_norm(text.transformer)) is not None:
                 self._on_input(norm, "text_contexts")
             else:
-                self._on_output(text.transformer, "text_contexts", lambda output: output.last_hidden_state)
+                self._on_output(text.transformer, "text_contexts", operator.attrgetter("last_hidden_state"))
             if in_context:
                 layers = next(module for module in text.transformer.modules() if isinstance(module, nn.ModuleList))
                 self._on_input(self._block(layers, "text"), "text_locals")
         else:
             suffixed = getattr(text, "cls_emb", None) is not None
             words = slice(-1) if suffixed else slice(None)
-            self._on_output(text.transformer if suffixed else text.ln_final, "text_tokens", lambda tokens: tokens[:, words])
-            self._on_output(text.transformer, "text_contexts", lambda tokens: tokens[:, words])
+            self._on_output(text.transformer if suffixed else text.ln_final, "text_tokens", part_of(words))
+            self._on_output(text.transformer, "text_contexts", part_of(words))
             if in_context:
                 self._hook_block(text.transformer, "text", words)
         if in_context:
@@ -262,7 +277,7 @@ def text_mask_of(model: Any) -> Callable[[Tensor], Tensor]:
     if isinstance(text, TextTransformer):
         return mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
     if isinstance(text, HFTextEncoder):
-        return _mask_by_padding(text.config.pad_token_id)
+        return functools.partial(_not_padding, text.config.pad_token_id)
     raise CoderError(f"no token features from a text tower of type {type(text).__name__}, and no telling which are its words")
 
 
@@ -272,7 +287,7 @@ def word_embedding_of(model: Any) -> nn.Module:
     return text.token_embedding if hasattr(text, "token_embedding") else text.transformer.get_input_embeddings()
 
 
-class _TimmCapture:
+class _TimmCapture(Extended):
     """Mixin of open_clip's timm tower."""
 
     _coder_capture: FeatureCapture
@@ -315,11 +330,19 @@ def _as_rows(tokens: Tensor) -> Tensor:
     raise CoderError(f"image tokens must have 3 or 4 dimensions, this tower gives {tuple(tokens.shape)}")
 
 
-def _mask_by_padding(pad: int) -> Any:
-    def not_padding(text: Tensor) -> Tensor:
-        return (text != pad) | (torch.arange(text.shape[1], device=text.device) == 0)  # an empty text keeps its start
+def _not_padding(pad: int, text: Tensor) -> Tensor:
+    return (text != pad) | (torch.arange(text.shape[1], device=text.device) == 0)  # an empty text keeps its start
 
-    return not_padding
+
+def _up_to_end(eos_id: int | None, text: Tensor) -> Tensor:
+    end = text.argmax(1) if eos_id is None else text.eq(eos_id).int().argmax(1)
+    return torch.arange(text.shape[1], device=text.device) <= end[:, None]
+
+
+def _up_to_padding(text: Tensor) -> Tensor:
+    positions = torch.arange(text.shape[1], device=text.device)
+    last = ((text != text[:, -1:]) * (positions + 1)).amax(1)  # 1 + the last position before the run at the end
+    return positions <= last[:, None]
 
 
 def mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
@@ -329,16 +352,8 @@ def mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
     token, and open_clip's configurations leave pad_id at 0: where a tower pools the last position and names no padding, the
     repeated last token is the padding, and its first occurrence is valid.
     """
-
-    def up_to_end(text: Tensor) -> Tensor:
-        end = text.argmax(1) if pool_type == "argmax" else text.eq(eos_id).int().argmax(1)  # type: ignore[arg-type]
-        return torch.arange(text.shape[1], device=text.device) <= end[:, None]
-
-    def up_to_padding(text: Tensor) -> Tensor:
-        positions = torch.arange(text.shape[1], device=text.device)
-        last = ((text != text[:, -1:]) * (positions + 1)).amax(1)  # 1 + the last position before the run at the end
-        return positions <= last[:, None]
-
     if pool_type == "last" and not pad:
-        return up_to_padding
-    return up_to_end if pool_type == "argmax" or (pool_type == "eos" and eos_id is not None) else _mask_by_padding(pad)
+        return _up_to_padding
+    if pool_type == "argmax" or (pool_type == "eos" and eos_id is not None):
+        return functools.partial(_up_to_end, None if pool_type == "argmax" else eos_id)
+    return functools.partial(_not_padding, pad)

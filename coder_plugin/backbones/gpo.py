@@ -68,9 +68,9 @@ class GPO(nn.Module):
         if decoder == "mlp":
             self.score = nn.Sequential(nn.Linear(d_hidden, d_hidden), nn.ReLU(), last)
         self._keep_weights()
-        self.register_load_state_dict_post_hook(lambda module, _: module._keep_weights())
+        self.register_load_state_dict_post_hook(GPO._keep_weights)
 
-    def _keep_weights(self) -> None:
+    def _keep_weights(self, *_: Any) -> None:
         """Keep the GRU's parameters where torch.compile may read them: it leaves the graph at any attribute of a torch GRU."""
         self._gru_weights = tuple(self.gru._flat_weights)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.clip import CoderCLIP
-from coder_plugin.backbones.feature_capture import FeatureCapture, context_keys, mask_by_pool
+from coder_plugin.backbones.feature_capture import FeatureCapture, context_keys, mask_by_pool, part_of
 from coder_plugin.backbones.names import TRANSFORMERS
 from coder_plugin.backbones.plugin_backbones import fit_weights, read_weights
 from coder_plugin.backbones.token_projection import attention_values
@@ -197,6 +197,9 @@ class CoderTransformers(CoderCLIP):
         text = input_ids if text is None else text
         return super().forward(image, text, *args, **keywords)
 
+    def gradient_checkpointing_enable(self, *args: Any, **keywords: Any) -> None:
+        super(CoderCLIP, self).gradient_checkpointing_enable(*args, **keywords)  # type: ignore[misc]
+
 
 class TransformersCapture(FeatureCapture):
     """Captures features of CLIPModel or SiglipModel at the places where :class:`FeatureCapture` does of open_clip's ViT."""
@@ -217,7 +220,7 @@ class TransformersCapture(FeatureCapture):
             self._on_output(visual.post_layernorm, "image_tokens")
         self._on_output(visual.encoder, "image_contexts", partial(_hidden, patches))
         if self.keys & context_keys("image"):
-            self._on_input(self._block(visual.encoder.layers, "image"), "image_locals", lambda tokens: tokens[:, patches])
+            self._on_input(self._block(visual.encoder.layers, "image"), "image_locals", part_of(patches))
             head = self._pooled if self._model_is_clip else visual.head
             project = _linear if self._model_is_clip else _attention_pooling
             self._projections["image"] = partial(project, visual.post_layernorm, head)

@@ -96,7 +96,7 @@ class Momentum(KeepsState, FollowsModel):
         if text_negatives is None or "coder_negative_keys" not in self.requested_keys:
             image_keys, text_keys = self.towers(image, text)
             return {"coder_image_keys": image_keys, "coder_text_keys": text_keys}
-        with statistics_of(self.towers, len(text)):
+        with statistics_of(self.towers.model, len(text)):
             image_keys, keys = self.towers(image, torch.cat([text, text_negatives.flatten(0, 1)]))
         text_keys, negative_keys = keys.split([len(text), len(keys) - len(text)])
         negative_keys = negative_keys.unflatten(0, text_negatives.shape[:2])
@@ -144,4 +144,4 @@ class Momentum(KeepsState, FollowsModel):
         return figures
 
     def state_names(self) -> list[str]:
-        return [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        return list(self.state_dict())

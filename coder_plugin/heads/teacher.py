@@ -59,7 +59,7 @@ class Teacher(FollowsModel):
     temperature for each pair. The teacher is never trained, averaged or exported.
 
     ``base`` is copied when the model is created, and by trainers again when it is complete; low-rank adapters are left
-    out. If you load other weights into a finished model yourself, call ``model.coder.attach(model)`` afterwards.
+    out. Weights that are loaded into a finished model before its first step are copied too.
     Parameters that the model does not train are shared with it, in memory and in checkpoints. Of another model a
     checkpoint holds only a checksum.
 
@@ -143,7 +143,7 @@ class Teacher(FollowsModel):
         if self.weights == "base":
             shared = self.copy._shared
             self.copy.own([name for name in shared if f"{start}{name}" in state])
-            if not any(name.startswith(start) for name in state) and len(shared) < len(list(self.copy.parameters())):
+            if not any(name.startswith(start) for name in state) and len(shared) < len(list(self.copy.model.parameters())):
                 return  # the state has no teacher: load_state_dict reports the missing keys
         for name, value in self.copy.state_dict(prefix=f"{prefix}copy.").items():
             state.setdefault(name, value)

@@ -176,10 +176,10 @@ class OnlineKMeans(nn.Module):
             return torch.cat([(part @ centres.T).argmax(1) for part in rows])
 
     def _unit(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Checked samples in float32, divided by their norms, and the norms [n]."""
+        """Checked samples in the type of the centres, divided by their norms, and the norms [n]."""
         if samples.ndim != 2 or samples.shape[1] != self.dim or not samples.is_floating_point():
             shape = f"{samples.dtype} {tuple(samples.shape)}"
             raise ValueError(f"samples must be floating point [n, {self.dim}], got {shape}")
-        samples = samples.detach().float()
+        samples = samples.detach().to(self.centres.dtype)
         norms = samples.norm(dim=1)
         return samples / norms.clamp(min=torch.finfo(norms.dtype).tiny)[:, None], norms

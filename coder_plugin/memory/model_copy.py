@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,8 @@ class ModelCopy(nn.Module):
     """A copy of the model without its heads. It has no gradient, and its mode is fixed: :meth:`train` does nothing.
 
     Frozen parameters are shared with the model, so a locked tower or the base weights under LoRA are in memory once.
+    The model's ``named_modules()``, and with it its ``parameters()``, leave the copy's modules out: they are not there to be
+    adapted (peft), averaged or trained. State dicts and moves to a device include them.
 
     Args:
         mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
@@ -40,6 +42,10 @@ class ModelCopy(nn.Module):
         self.mode, self.adapters = mode, adapters
         self.model: Any = None
         self._shared: set[str] = set()  # names of the parameters that the copy shares with the model
+        #: Whether nothing has used or loaded the copy since :meth:`copy_from`: until then it equals the model.
+        self.fresh = False
+        self._copied = False
+        self.register_load_state_dict_pre_hook(ModelCopy._before_load)
 
     def copy_from(self, model: Any) -> None:
         """Replace the copy by the current model without the heads of ``model.coder``."""
@@ -59,6 +65,36 @@ class ModelCopy(nn.Module):
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 module.track_running_stats = False  # use batch statistics, and write none in forward
+        self.fresh = self._copied = True
+
+    @torch.no_grad()
+    def refresh(self, model: Any) -> None:
+        """Copy the model again where its modules were replaced (adapters), or where the copy is :attr:`fresh` and weights may
+        have been loaded, locked or synchronised since."""
+        if not self._copied or hasattr(model, "unshard"):  # FSDP2 shards both alike, from equal weights
+            return
+        if self._names(model) != self._names(self.model):
+            self.copy_from(model)
+        elif self.fresh:
+            self._share_frozen(model)
+            online = {**parameters_by_name(model), **dict(model.named_buffers())}
+            own = {**parameters_by_name(self.model), **dict(self.model.named_buffers())}
+            copy_values([(value, online[name]) for name, value in own.items() if name in online and value is not online[name]])
+
+    def _names(self, model: Any) -> set[str]:
+        names = {name for name in parameters_by_name(model) if not name.startswith("coder.heads.")}
+        return names if self.adapters else {name for name in names if "lora_" not in name}
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Within another module's, this module alone; with FSDP2, which finds what it shards by them, the copy's too."""
+        if memo is None or hasattr(self, "unshard"):
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+        elif self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
 
     def train(self, mode: bool = True) -> ModelCopy:
         return self
@@ -66,6 +102,7 @@ class ModelCopy(nn.Module):
     @torch.no_grad()
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Images and ids [B, T] -> the copy's embeddings, [B, D] each, L2-normalised, float32."""
+        self.fresh = False
         return self.model.embed_image(image).float(), self.model.embed_text(text).float()
 
     def _share_frozen(self, model: Any) -> None:
@@ -103,6 +140,10 @@ class ModelCopy(nn.Module):
         self._shared.difference_update(paths)
 
 
+    def _before_load(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.fresh = self.fresh and not any(name.startswith(f"{prefix}model.") for name in state)
+
+
 def parameters_by_name(model: nn.Module, *, tied: bool = False) -> dict[str, Tensor]:
     """A model's parameters by their :func:`plain_name`; ``tied``: tied ones by each name."""
     return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=not tied)}
@@ -111,6 +152,12 @@ def parameters_by_name(model: nn.Module, *, tied: bool = False) -> dict[str, Ten
 def plain_name(name: str) -> str:
     """A parameter's name without what torch.compile and low-rank adapters put into it."""
     return name.replace("_orig_mod.", "").replace("base_layer.", "")
+
+
+def copy_values(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 def _own(parameter: Tensor, owned: dict[int, nn.Parameter]) -> nn.Parameter:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
-from coder_plugin.memory.model_copy import Mode, ModelCopy, parameters_by_name
+from coder_plugin.memory.model_copy import Mode, ModelCopy, copy_values, parameters_by_name
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class MomentumCopy(ModelCopy):
@@ -16,7 +19,8 @@ class MomentumCopy(ModelCopy):
 
     ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step.
     Buffers (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. Frozen parameters are shared
-    with the model; the next update shares what was frozen since and copies what was unfrozen.
+    with the model; the next update shares what was frozen since and copies what was unfrozen. Of weights in bfloat16 or
+    float16 the copy is float32, also after the model is converted: half precision rounds the average's small steps to nothing.
 
     Args:
         momentum: m, in [0, 1).
@@ -46,9 +50,31 @@ class MomentumCopy(ModelCopy):
         self.momentum = momentum
         self.register_load_state_dict_pre_hook(MomentumCopy._own_shared)
 
+    def copy_from(self, model: Any) -> None:
+        super().copy_from(model)
+        self._widen()
+
+    def _widen(self) -> None:
+        """Turn half precision into float32; the model keeps what it shares."""
+        shared = dict(self.model.named_parameters(remove_duplicate=False))
+        self.own([name for name in self._shared if shared[name].dtype in _HALF])
+        self.model._apply(lambda value: value.float() if value.dtype in _HALF else value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MomentumCopy:
+        """A conversion to half precision only moves the copy."""
+        if self.model is not None:
+            probe = fn(torch.zeros(1, device=next(self.model.parameters()).device))
+            if probe.dtype in _HALF:
+                self.own(list(self._shared))
+                self.model._apply(lambda value: value.to(probe.device))
+                self._widen()
+                return self
+        return super()._apply(fn, recurse)
+
     @torch.no_grad()
     def update(self, model: Any) -> None:
         """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
+        self.fresh = False
         pairs = self._pairs(model)
         # rarely: where a parameter was frozen or unfrozen since, or cannot be shared though it is frozen
         if any((average is current) == current.requires_grad for average, current in pairs):
@@ -63,7 +89,7 @@ class MomentumCopy(ModelCopy):
         if trained:
             currents = [current.detach().to(average.dtype) for average, current in trained]
             torch._foreach_lerp_([average for average, _ in trained], currents, 1 - self.momentum)
-        _copy(frozen)
+        copy_values(frozen)
         self._copy_buffers(model)
 
     @torch.no_grad()
@@ -97,7 +123,7 @@ class MomentumCopy(ModelCopy):
     def _copy_buffers(self, model: Any) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
         online = dict(model.named_buffers())
-        _copy([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
+        copy_values([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
         if statistics and distributed.world_size() > 1:
@@ -105,9 +131,3 @@ class MomentumCopy(ModelCopy):
             distributed.broadcast(flat)
             for statistic, value in zip(statistics, flat.split([s.numel() for s in statistics]), strict=True):
                 statistic.copy_(value.view_as(statistic))
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first."""
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])

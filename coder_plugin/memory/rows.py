@@ -61,7 +61,10 @@ def reset_moments(optimizer: Any, parameter: Tensor, rows: Tensor) -> None:
     for name, value in optimizer.state[parameter].items():
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             continue
-        fresh = torch.zeros((), dtype=value.dtype, device=mask.device)
+        if "slow" in name:  # Lookahead's weights
+            fresh = distributed.local(parameter)
+        else:
+            fresh = torch.zeros((), dtype=value.dtype, device=mask.device)
         if "sq" in name:
             full = value.full_tensor() if distributed.is_sharded(value) else value  # type: ignore[attr-defined]
             fresh = _part_of(full[~rows.to(full.device)].mean(0).expand(full.shape), value)

@@ -35,6 +35,13 @@ class StateWatch:
             self._version, self._forwards = version, self._forwards + 1
         if self._forwards >= _FORWARDS:
             self._warned = True
+            if model.coder.followed_by is not None:
+                logging.warning(
+                    "the model's banks, momentum towers or centres have not moved for %d training steps: another optimizer "
+                    "than the one that coder_plugin.follow was given steps the model: give it the one whose step() is called",
+                    self._forwards - 1,
+                )
+                return
             logging.warning(
                 "the model's banks, momentum towers or centres have not moved for %d training steps: call "
                 "coder_plugin.follow(model, optimizer) once before training (with Lightning or Hugging Face's Trainer "

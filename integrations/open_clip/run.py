@@ -29,7 +29,6 @@ from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
-from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
@@ -125,7 +124,6 @@ class Run:
             context_blocks=config.model.context_blocks,
             cache_dir=args.cache_dir,
         )
-        self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config.model, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
@@ -177,15 +175,6 @@ class Run:
                 value = dict(then.get(name, ())).get(option)
                 if value is not None and option not in dict(now.get(name, ())):
                     self.objective = self.objective.with_options({f"{name}.{option}": value})
-
-    def _check_precision(self, model: Any) -> None:
-        """Refuse bfloat16 momentum towers: an average that moves by 0.5 % per step would be rounded away."""
-        for head in model.coder.modules():
-            if isinstance(head, MomentumCopy) and any(p.dtype == torch.bfloat16 for p in head.parameters()):
-                raise CoderError(
-                    f"--precision {self.args.precision}: bfloat16 rounds away the small steps of the momentum towers: "
-                    "take --precision amp_bf16"
-                )
 
     def make_loss(self) -> UpstreamLoss:
         config = self.config.loss

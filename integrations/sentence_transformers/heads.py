@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +22,60 @@ STATE = "coder_training.safetensors"
 def fit_heads(model: Any, loss: Any) -> None:
     """Add the heads that a loss needs, in place, unless the model has them all.
 
-    Heads that the model has already keep their weights and state, and the options that the loss does not set.
+    Heads that the model has stay: an earlier loss, which may be trained in turn with this one, goes on to use them. Where this
+    loss sets other options of a head, the head is built again with the earlier one's weights and state.
 
     Raises:
-        CoderError: a loss that this model cannot serve.
+        CoderError: a loss that this model cannot serve, alone or together with the earlier one.
     """
-    passed = {name: model.coder.heads[name] for name in model.coder.passed_heads}
+    coder, training, available = model.coder, model.training, clip.available_keys(model)
+    passed = {name: coder.heads[name] for name in coder.passed_heads}
     objective = Objective.parse(loss, heads=passed)
-    resolution = resolve(objective, clip.available_keys(model), heads=passed)
+    resolution = resolve(objective, available, heads=passed)
+    for key in resolution.reads & {"logit_scale", "logit_bias"}:  # frozen if no term of the earlier loss read it
+        if key not in resolve(coder.objective, available, heads=passed).reads:
+            getattr(model, key).requires_grad_(True)
     if all(_gives(model, name, resolution) for name in resolution.heads):
         return
-    coder, training = model.coder, model.training
-    chosen = dict(objective.heads)
+    kept = [
+        term
+        for term in coder.objective.terms
+        if term not in objective.terms and {*resolve(Objective((term,)), available, heads=passed).heads} <= {*coder.heads}
+    ]
+    together = replace(objective, terms=(*objective.terms, *kept))
+    needed = resolve(together, available, heads=passed).heads
+    chosen, earlier = dict(objective.heads), dict(coder.objective.heads)
     options = {
         f"{name}.{option}": value
-        for name, pairs in coder.objective.heads
-        if name in resolution.heads
+        for name, pairs in earlier.items()
+        if name in needed
         for option, value in pairs
         if option not in dict(chosen.get(name, ()))
     }
+    if coder.followed_by is not None:
+        coder.followed_by.remove()
     clip.retract(model)
-    for key in ("logit_scale", "logit_bias"):  # frozen if no term of the earlier loss read it
-        if getattr(model, key, None) is not None:
-            getattr(model, key).requires_grad_(True)
     add_heads(
         model,
         model.coder_name,
-        loss=objective.with_options(options),
-        custom_heads=[head for name, head in passed.items() if name in resolution.heads],
+        loss=together.with_options(options),
+        custom_heads=[head for name, head in passed.items() if name in needed],
         aggregator=coder.aggregator,
         context_blocks=coder.context_blocks,
     )
-    fresh = model.coder.state_dict()
-    kept = {name: value for name, value in coder.state_dict().items() if name in fresh and fresh[name].shape == value.shape}
-    model.coder.load_state_dict(kept, strict=False)
-    model.coder.attach(model)  # a new momentum copy has the old aggregators
-    model.coder.load_state_dict(kept, strict=False)  # an old momentum copy is kept
+    fresh = model.coder
+    fresh.aggregators = coder.aggregators
+    fresh.refresh(model)  # new copies have the aggregators, too
+    for name, head in coder.heads.items():
+        if name not in needed:
+            continue
+        if {*dict(fresh.objective.heads).get(name, ())} == {*earlier.get(name, ())}:
+            head.requested_keys = fresh.heads[name].requested_keys
+            fresh.heads[name] = head
+        else:
+            state = fresh.heads[name].state_dict()
+            same = {key: value for key, value in head.state_dict().items() if key in state and state[key].shape == value.shape}
+            fresh.heads[name].load_state_dict(same, strict=False)
     model.train(training)
 
 

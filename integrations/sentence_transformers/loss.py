@@ -64,6 +64,7 @@ class CoderLoss(nn.Module):
         self.loss = create_loss(loss, model=inner, **options)
         self._reads_negatives = any("coder_negative_ids" in binding.values() for binding in self.loss.bindings)
         self._inner = (inner,)  # in a tuple: it is in self.model already
+        self._heads = (dict(inner.coder.heads.items()),)
         state_names = [f"{names[0]}.model.{name}" for name in inner.coder.state_names()]
         if state_names:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
@@ -89,6 +90,12 @@ class CoderLoss(nn.Module):
             raise CoderError(
                 "the trainer trains another model than the one that this loss was made for: with model_init, give the trainer "
                 "loss=lambda model: CoderLoss(model, …)"
+            )
+        heads = self._inner[0].coder.heads
+        if other := [name for name, head in self._heads[0].items() if name not in heads or heads[name] is not head]:
+            raise CoderError(
+                f"another CoderLoss of this model, made later, has built the head {other[0]!r} again with other options, and "
+                "this loss reads the earlier one: give both losses the same options of heads"
             )
         if not self._state_is_shared:
             self._share_state()

@@ -195,6 +195,30 @@ def test_two_processes_train_alike_in_every_loop(runs: Any, tiny_model: str, tmp
         torch.testing.assert_close(first["raw"][key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
+def a_parameter_among_the_outputs(runs: Any, path: str, folder: Path) -> None:
+    """Two steps of a model with SigLIP's bias, as DDP and Trainer run them with ``find_unused_parameters``."""
+    data = runs.batches(2, seed=coder_plugin.distributed.rank())
+    for loss in ("siglip", "clip"):
+        model = coder_plugin.create_model(path, loss=loss, init_logit_bias=-10.0).train()
+        before = model.logit_bias.clone()
+        criterion = coder_plugin.create_loss(loss, model=model)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = runs.sgd(model)
+        for batch in data:
+            sum(criterion(**wrapped(**batch)).values()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.logit_bias, before) == (loss == "clip")
+        if not OLD_TRANSFORMERS:
+            runs.hugging_face(coder_plugin.create_model(path, loss=loss, init_logit_bias=-10.0), loss, data, folder)
+
+
+def test_a_parameter_that_the_model_returns_is_used(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """mlfoundations/open_clip #1076: DDP took ``logit_bias``, which forward returned itself, for unused."""
+    endings = ranks.run(lambda folder: runs.joined(a_parameter_among_the_outputs, tiny_model, folder), tmp_path)
+    assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output
+
+
 # -- what is of one framework ----------------------------------------------------------------------------------------------
 
 
@@ -335,6 +359,89 @@ def test_trainer_refuses_what_would_lose_state(
         runs.CoderTrainer(model, loss="dlc", args=arguments)
     with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear: .* by add_heads"):
         runs.CoderTrainer(torch.nn.Linear(1, 1), loss="clip", args=arguments)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"gradient_checkpointing": True},
+        {"bf16_full_eval": True},
+        {"eval_do_concat_batches": False},
+        {"include_for_metrics": ["inputs", "loss"]},
+    ],
+    ids=str,
+)
+def test_trainers_arguments_run(runs: Any, tiny_model: str, tmp_path: Path, argument: dict[str, Any]) -> None:
+    data = runs.batches(2)
+    rows = [{name: value[k] for name, value in batch.items()} for batch in data for k in range(4)]
+    recalls = []
+    for further in ({}, argument):
+        trainer = runs.hugging_face(
+            runs.make(tiny_model, "clip"), "clip", data, tmp_path, per_device_eval_batch_size=4, **further
+        )
+        if "gradient_checkpointing" in further:
+            assert trainer.model.visual.transformer.grad_checkpointing and trainer.model.transformer.grad_checkpointing
+        trainer.eval_dataset = rows
+        recalls.append(trainer.evaluate()["eval_rsum"])
+    assert recalls[0] == pytest.approx(recalls[1], abs=100 if "bf16_full_eval" in argument else 0)
+
+
+@pytest.mark.parametrize("name", ["neftune_noise_alpha", "label_smoothing_factor", "batch_eval_metrics"])
+def test_trainers_arguments_that_cannot_work_are_refused(runs: Any, tiny_model: str, tmp_path: Path, name: str) -> None:
+    arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **{name: 1})
+    with pytest.raises(CoderError, match=f"TrainingArguments.{name}=.* does not work with CoderTrainer"):
+        runs.CoderTrainer(runs.make(tiny_model, "clip"), loss="clip", args=arguments)
+
+
+@pytest.mark.parametrize("loss", ["clip", BANKS])
+def test_adapters_of_peft_go_into_the_towers_alone(runs: Any, tiny_model: str, loss: str) -> None:
+    """huggingface/peft #761: merging changes no feature, and the momentum copy averages the adapters."""
+    peft = pytest.importorskip("peft")
+    model = runs.make(tiny_model, loss)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"])).train()
+    criterion = coder_plugin.create_loss(loss, model=model)
+    optimizer = torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], lr=0.01)
+    coder_plugin.follow(wrapped, optimizer)
+    for batch in runs.batches(6):
+        sum(criterion(**wrapped(**batch)).values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [n for n, p in wrapped.named_parameters() if p.requires_grad and (".coder." in n or "lora_" not in n)] == []
+    if loss == BANKS:
+        copied = dict(model.coder.heads["momentum"].towers.model.named_parameters())
+        name = next(name for name, parameter in model.named_parameters() if "lora_B" in name)
+        torch.testing.assert_close(copied[name], torch.zeros_like(copied[name]), atol=0.02, rtol=0)
+        assert copied[name].any() and not torch.equal(copied[name], dict(model.named_parameters())[name])
+    text = runs.batches(1)[0]["text"]
+    with torch.no_grad():
+        before = wrapped.eval() and model.embed_text(text)
+        after = wrapped.merge_and_unload().embed_text(text)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+def test_lightning_in_bfloat16(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """``bf16-true`` converts the weights: the momentum copy, and what banks add up, stay as they were."""
+    model = runs.make(tiny_model)
+    runs.in_lightning(model, coder_plugin.create_loss(BANKS, model=model), runs.batches(3), tmp_path, precision="bf16-true")
+    head = model.coder.heads["momentum"]
+    assert model.visual.proj.dtype == torch.bfloat16 and head.towers.model.visual.proj.dtype == torch.float32
+    assert len(runs.bank_ids(model)) == 10 and head.bank.image_moments.first.dtype == torch.float64
+    assert not torch.equal(head.towers.model.visual.proj, head.towers.model.visual.proj.bfloat16().float())
+
+
+@pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_lightnings_averages_of_weights(runs: Any, tiny_model: str, tmp_path: Path, callback: str) -> None:
+    """They copy the model before the first step, after which its momentum copy shares what was frozen."""
+    callbacks = runs.lightning.pytorch.callbacks
+    if not hasattr(callbacks, callback):
+        pytest.skip(f"this version of Lightning has no {callback}")
+    options = {"swa_lrs": 1e-3, "swa_epoch_start": 1} if callback.startswith("Stochastic") else {"decay": 0.5}
+    model = runs.make(tiny_model)
+    model.lock_image_tower()
+    averaging = getattr(callbacks, callback)(**options)
+    loss = coder_plugin.create_loss(BANKS, model=model)
+    runs.in_lightning(model, loss, runs.batches(2), tmp_path, max_epochs=3, further=[averaging])
+    assert torch.isfinite(model.text_projection).all() and len(runs.bank_ids(model)) == 10
 
 
 def test_raw_rows_without_a_collator_are_refused(runs: Any, tiny_model: str, tmp_path: Path) -> None:

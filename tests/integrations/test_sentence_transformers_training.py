@@ -297,7 +297,7 @@ def test_ddp_leaves_banks_alone(make: Any) -> None:
     model = runs.wrap(make())
     CoderLoss(model, "dcl + m_dcl")
     ignored = model._ddp_params_and_buffers_to_ignore
-    present = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    present = model.state_dict().keys()
     assert "0.model.coder.heads.momentum.bank.image" in ignored and set(ignored) <= present
 
 
@@ -307,6 +307,51 @@ def test_heads_that_are_there_stay(make: Any) -> None:
     CoderLoss(runs.wrap(model), "dcl + m_dcl")
     CoderLoss(runs.wrap(model), "clip")
     assert model.coder is coder
+
+
+@pytest.mark.parametrize(
+    "first, second, filled",
+    [("m_dcl", "dcl", 8), ("m_dcl + dcl", "m_dcl", 16), ("m_dcl", "m_dcl + concept_dcl", 16), ("clip", "m_dcl", 8)],
+)
+def test_two_losses_of_one_model_share_its_heads(make: Any, first: str, second: str, filled: int) -> None:
+    """As sentence-transformers trains a loss for each data set, in turn."""
+    model = runs.wrap(make(first))
+    inner = model[0].model
+    losses = [CoderLoss(model, first), CoderLoss(model, second)]
+    optimizer = sgd(inner)
+    texts = model[0].preprocess(["a red circle", "a dog", "a cat", "a square"])
+    for step in range(4):
+        pictures = {"pixel_values": torch.rand(4, 3, 64, 64), "image_id": torch.arange(4) + 4 * step}
+        sum(losses[step % 2]([pictures, texts]).values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert inner.coder.followed_by.steps == 4
+    assert inner.coder.heads["momentum"].bank.count == filled
+
+
+def test_two_losses_with_other_options_of_a_head_are_refused(make: Any) -> None:
+    model = runs.wrap(make("m_dcl"))
+    earlier = CoderLoss(model, "m_dcl")
+    CoderLoss(model, Objective.parse("m_dcl + concept_dcl").with_options({"momentum.bank_size": 12}))
+    assert len(model[0].model.coder.heads["momentum"].bank.ids) == 12
+    with pytest.raises(CoderError, match="has built the head 'momentum' again with other options"):
+        earlier([model[0].preprocess(runs.pictures(2)), model[0].preprocess(["a", "b"])])
+
+
+def test_a_scale_that_no_earlier_loss_read_is_trained(make: Any) -> None:
+    model = make("dcl")
+    assert not model.logit_scale.requires_grad
+    CoderLoss(runs.wrap(model), "clip")
+    assert model.logit_scale.requires_grad
+
+
+def test_checkpointing_and_half_precision_reach_the_model(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """huggingface/sentence-transformers #3393."""
+    model = runs.wrap(make("clip"))
+    runs.trainer(model, pairs, tmp_path, loss="clip", max_steps=1, gradient_checkpointing=True).train()
+    assert model[0].model.visual.transformer.grad_checkpointing and model[0].model.transformer.grad_checkpointing
+    whole = model.encode(runs.pictures())
+    assert torch.from_numpy(model.bfloat16().encode(runs.pictures())).allclose(torch.from_numpy(whole), atol=0.05)
 
 
 def test_a_later_trainer_is_followed_too(make: Any, pairs: Any, tmp_path: Path) -> None:

@@ -234,6 +234,93 @@ def test_autocast_keys_are_float32(model):
     torch.testing.assert_close(keys.norm(dim=1), torch.ones(6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_average_of_half_precision_weights_is_not_rounded_away(model, dtype):
+    """Of the way to new weights it goes 1 - 0.995^100 in a hundred steps, in whatever type the model's weights are."""
+    model.to(dtype)
+    name = "visual.proj"
+    start = dict(model.named_parameters())[name].detach().float().clone()
+    nudge(model)
+    for _ in range(100):
+        model.coder.post_step()
+    average, goal = dict(tower(model).model.named_parameters())[name], dict(model.named_parameters())[name]
+    assert average.dtype == torch.float32 and goal.dtype == dtype
+    way = ((average - start).norm() / (goal.float() - start).norm()).item()
+    assert way == pytest.approx(1 - 0.995**100, abs=1e-3)
+
+
+def test_a_model_that_begins_in_bfloat16_has_a_float32_copy(tiny_model):
+    model = coder_plugin.create_model(tiny_model, loss=RECIPE, precision="pure_bf16").train()
+    assert {p.dtype for p in tower(model).model.parameters()} == {torch.float32}
+    model.lock_image_tower()
+    model.coder.attach(model)
+    model.coder.post_step()
+    assert model.visual.proj.dtype == torch.bfloat16 and tower(model).model.visual.proj.dtype == torch.float32
+    keys = model(**{**batch(), "image": batch()["image"].bfloat16()})["coder_image_keys"]
+    assert keys.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_is_never_rounded_and_every_type_trains(tiny_model, dtype):
+    """k-means, banks and moments beside weights in another type; images in float32 take the weights' type."""
+    options = {"momentum.bank_size": 8, "prototypes.clusters": 3, "prototypes.recluster": 6}
+    objective = coder_plugin.objective.Objective.parse("coder").with_options(options)
+    model = coder_plugin.create_model(tiny_model, loss=objective).train()
+    before = {name: buffer.dtype for name, buffer in model.coder.heads.named_buffers()}
+    model.to(dtype)
+    after = {name: buffer.dtype for name, buffer in model.coder.heads.named_buffers()}
+    assert {name for name in before if torch.promote_types(before[name], after[name]) != after[name]} == set()
+    assert after["momentum.bank.image_moments.first"] == torch.float64
+    loss = create_loss(objective, model=model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    coder_plugin.follow(model, optimizer)
+    for seed in range(3):
+        sum(loss(**model(**batch(seed=seed))).values()).backward()
+        optimizer.step()
+    assert model.coder.heads["prototypes"].centres.ready and int(model.coder.heads["momentum"].bank.count) == 8
+
+
+@pytest.mark.parametrize("part", ["model", "visual"])
+def test_weights_that_are_loaded_before_the_first_step_are_copied(tiny_model, part):
+    """A warm start without the copies' weights, as from plain open_clip, and of one tower; a teacher's copy, too."""
+    loss = RECIPE + " + distill(teacher=base)"
+    model = coder_plugin.create_model(tiny_model, loss=loss).train()
+    towers = {name: torch.randn_like(value) for name, value in model.state_dict().items() if not name.startswith("coder.")}
+    if part == "model":
+        model.load_state_dict(towers, strict=False)
+    else:
+        own = {name.removeprefix("visual."): value for name, value in towers.items() if name.startswith("visual.")}
+        model.visual.load_state_dict(own)
+        model(**batch())
+    for copied in (tower(model), model.coder.heads["teacher"].copy):
+        assert torch.equal(copied.model.visual.proj, towers["visual.proj"])
+    before = tower(model).model.visual.proj.clone()
+    model.coder.post_step()
+    model.load_state_dict(towers | {"visual.proj": torch.zeros_like(before)}, strict=False)
+    assert torch.equal(tower(model).model.visual.proj, before)  # an average of steps stays
+
+
+def test_copies_are_no_modules_of_the_model(model):
+    """What walks over modules, such as peft, weight averages and requires_grad_, leaves them alone."""
+    assert not [name for name, _ in model.named_modules() if ".towers." in name]
+    assert [name for name in model.state_dict() if ".towers.model.visual.proj" in name]
+    model.requires_grad_(True)
+    assert not any(parameter.requires_grad for parameter in tower(model).parameters())
+    assert len(list(tower(model).parameters())) > 10
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_averages_made_before_the_first_step_and_before_a_tower_is_locked(model, use_buffers):
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=use_buffers)
+    model.coder.post_step()
+    average.update_parameters(model)
+    model.lock_image_tower()
+    model.coder.post_step()
+    nudge(model)
+    average.update_parameters(model)
+    assert average.n_averaged == 2 and not torch.equal(average.module.text_projection, model.text_projection)
+
+
 def follow(path: str) -> dict[str, torch.Tensor]:
     """Ranks with unequal data, so unequal BatchNorm statistics."""
     from coder_plugin import distributed

@@ -222,6 +222,7 @@ def test_keys_of_them_are_the_momentum_towers():
     loss = "m_dcl(hard_negatives=true)"
     model = coder_plugin.create_model("coder-tiny", loss=loss).train()
     with torch.no_grad():
+        model.coder.post_step()  # until then the copy equals the model
         for parameter in model.coder.heads["momentum"].towers.parameters():
             parameter.mul_(1.1)  # not the live towers
     image, text, further = torch.rand(2, 3, 64, 64), texts(model, ["a dog", "a cow"]), texts(model, ["a cat", "an owl"])

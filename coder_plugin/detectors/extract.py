@@ -33,7 +33,8 @@ from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.precomp_write import ENDINGS
 from coder_plugin.data.regions.precomp_write import write as write_precomp
 from coder_plugin.data.regions.shards import SIZES, ShardFile, write_shard
-from coder_plugin.data.source import SHARD, by_shards, prepare
+from coder_plugin.data.source import is_stream
+from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -255,8 +256,8 @@ def work(job: Job, part: int, parts: int) -> None:
     _begin(job, detector.checksum())
     done = job.done()
     bad = counted(job, done)
-    prepare(job.source)
-    workers = min(1, job.workers) if by_shards(job.source) else job.workers  # each worker reads all of this process's units
+    total = job.source.num_images if parts == 1 or not is_stream(job.source) else None  # of shards it reads their headers
+    workers = min(1, job.workers) if is_stream(job.source) else job.workers  # each worker reads all of this process's units
     loader: DataLoader[Batch] = DataLoader(
         Batches(job.source, detector.preprocess, job.shard_size, job.batch_size, set(done), part, parts),
         batch_size=None,
@@ -265,8 +266,7 @@ def work(job: Job, part: int, parts: int) -> None:
         prefetch_factor=4 if workers else None,
     )
     batches = iter(loader)  # starts the workers before there are threads
-    total = job.source.num_images if parts == 1 else None
-    if total is not None:
+    if total is not None and parts == 1:
         total -= sum(note["images"] + len(note["bad"]) for note in done.values())
     threads = torch.get_num_threads()
 
@@ -329,7 +329,7 @@ class Batches(IterableDataset[Batch]):
         part: int,
         parts: int,
     ) -> None:
-        self.source, self.unit, self.batch_size = source, SHARD if by_shards(source) else shard_size, batch_size
+        self.source, self.unit, self.batch_size = source, STRIDE if is_stream(source) else shard_size, batch_size
         self.preprocess, self.skip, self.part, self.parts = preprocess, skip, part, parts
 
     def __iter__(self) -> Iterator[Batch]:

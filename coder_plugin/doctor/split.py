@@ -6,29 +6,23 @@ of an error in their format only the first is known.
 
 from __future__ import annotations
 
-import io
 import random
-import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 from coder_plugin.config import TrainConfig
-from coder_plugin.data.decode import decode_image
 from coder_plugin.data.from_config import join_regions, make_source, reading_options
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
-from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, local_path, members, too_large
+from coder_plugin.data.source import is_stream
 from coder_plugin.errors import CoderError
 
 #: Most images of a split that are read without --all.
 MOST = 200_000
-_SMALL = frozenset({"txt", "json"})
+#: Most images of shards that are compressed as a whole: they are kept in memory.
+MOST_COMPRESSED = 2_000
 
 
 @dataclass
@@ -104,62 +98,26 @@ def read_source(name: str, source: Any, reader: str = "", *, most: int | None = 
     return split
 
 
-def _read_shards(split: Split, source: ShardSource, most: int | None) -> None:
+def _read_shards(split: Split, source: Any, most: int | None) -> None:
     """Read shards in shuffled order, so that ``most`` images come from all parts of the data; keep the data's order."""
-    shards = list(enumerate(source.shards))
-    random.Random(0).shuffle(shards)
+    if is_stream(source):
+        most = MOST_COMPRESSED if most is None else min(most, MOST_COMPRESSED)
+    numbers = list(range(source.num_shards))
+    random.Random(0).shuffle(numbers)
     read: dict[int, list[Item]] = {}
-    for number, shard in shards:
+    for number in numbers:
         if most is not None and sum(map(len, read.values())) >= most:
             split.left += 1
             continue
         items = read.setdefault(number, [])
         try:
-            for item in _samples(split, source, shard):
+            for item in source.read_shard(number):
+                if item.fault is not None:
+                    split.samples.append(f"{source.shards[number]}: image {item.key!r}: {item.fault}")
+                    continue
+                if item.member is None:
+                    split.pictureless.append(item.key)
                 items.append(item)
         except CoderError as error:
             split.shards.append(str(error))
     split.items = [item for number in sorted(read) for item in read[number]]
-
-
-def _samples(split: Split, source: ShardSource, shard: str) -> Iterator[Item]:
-    image = ImageField(shard)
-    for stem, files in groupby(members(shard), key=itemgetter(1)):
-        sample: dict[str, Any] = {"__key__": stem}
-        has_regions: bool | None = None
-        places: dict[str, tuple[int, int]] = {}
-        for tar, _, ending, member in files:
-            if ending in places:
-                split.samples.append(f"{shard}: {stem!r} has two files .{ending}: two samples of one name")
-            places[ending] = member.offset_data, member.size
-            if fault := too_large(ending, member.size) if ending in (*_SMALL, *IMAGE_FIELDS) else None:
-                sample[ending] = fault
-            elif ending in _SMALL:
-                sample[ending] = _read(tar, member)
-            elif ending == REGIONS and image.regions is None:
-                has_regions = has_features(io.BytesIO(_read(tar, member)))
-        which = image.select(places, has_regions)
-        if not sample.keys() & _SMALL and not which:
-            continue  # not a sample: some other file in the shard
-        item = source.item(shard, sample, which)
-        if item.fault is not None:
-            split.samples.append(f"{shard}: image {item.key!r}: {item.fault}")
-            continue
-        if which:
-            item = replace(item, load=partial(_load, shard, *places[which], which, source.max_pixels))
-        else:
-            split.pictureless.append(item.key)
-        yield item
-
-
-def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None  # members are regular files
-    return file.read()
-
-
-def _load(shard: str, offset: int, size: int, ending: str, max_pixels: int | None) -> Any:
-    with tarfile.open(local_path(shard)) as tar:  # for what is compressed as a whole, too
-        tar.fileobj.seek(offset)  # type: ignore[union-attr]
-        data = tar.fileobj.read(size)  # type: ignore[union-attr]
-    return decode_npz(data, shard) if ending == REGIONS else decode_image(data, max_pixels=max_pixels)

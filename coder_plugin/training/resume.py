@@ -28,7 +28,7 @@ from coder_plugin.training import checkpoint, exports, finite
 from coder_plugin.training.disk import on_first_rank
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
-from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
+from coder_plugin.training.saved_state import check_like, check_optimizer, reading
 
 if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
@@ -192,7 +192,6 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
     if trainer.average is not None:
         check_like(common.get("average", {}), trainer.average.state_dict(), "average")
-    check_position(None if state.rank is None else state.rank["position"])
     rates: list[Any] = list(trainer.schedule.base_lrs)
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
@@ -217,9 +216,9 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         trainer.position = state.rank["position"]
     else:  # what all ranks have left of the epoch is dealt anew
         positions = [checkpoint.read_part(state.path, f"position-rank{rank}") for rank in range(manifest["world_size"])]
-        for position in positions:
-            check_position(position)
         trainer.position = None if None in positions else positions
+    if trainer.position is None and state.rank is not None:  # between epochs data may change
+        trainer.loader.log_changes(state.rank.get("data"))
     if same_ranks and state.rank is not None:
         set_rng_states(state.rank["rng"])
     else:
@@ -257,7 +256,7 @@ def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         common["average"] = trainer.average.state_dict()
     if trainer.accelerator.scaler is not None:
         common["scaler"] = trainer.accelerator.scaler.state_dict()
-    return common, {"rng": rng_states(), "position": trainer.position}
+    return common, {"rng": rng_states(), "position": trainer.position, "data": trainer.loader.digest}
 
 
 def describe_backbone(model: Any) -> dict[str, Any]:

@@ -14,18 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.data.bad_samples import KINDS
 from coder_plugin.errors import CoderError
 
 #: Fields of a training run's manifest, where present.
 _OBJECTS = ("config", "objective", "last", "best", "zero_shot", "versions")
-#: Fields of a rank's position in the data.
-_POSITION = {
-    **{name: int for name in ("epoch", "batches", "last", "leftover", "offset", "before", "rank")},
-    **{"consumed": list, "rest": list, "bad": dict, "again": dict, "setting": dict},
-}
-_NONE: dict[str, Any] = {"read": 0, "kinds": {}}
-_DEEP = 20  # numbers of ranks and workers within one epoch
 #: Entries of an optimizer's state that have their parameter's shape.
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -77,48 +69,6 @@ def _check_results(name: str, results: Mapping[str, Any]) -> None:
     for key, allowed in {**kinds, "shortlist": (dict,), "checkpoint": (str,)}.items() if results else ():
         if type(results.get(key)) not in allowed and (key in kinds or key in results):
             raise CoderError(f"its {name!r} has {key}={str(results.get(key))[:40]!r}")
-
-
-def check_position(position: Any, *, depth: int = 0) -> None:
-    """Check a rank's position in the data: None, at the start of an epoch, or what a loader wrote.
-
-    Args:
-        position: the value.
-        depth: how many changes of ranks or workers came after it, within its epoch.
-
-    Raises:
-        CoderError: something else.
-    """
-    if position is None and not depth:
-        return
-    fields = dict(position) if isinstance(position, dict) else {}
-    if depth:
-        fields = {"bad": _NONE, "again": _NONE, **fields}  # the last position has the counts of all
-    for name, kind in _POSITION.items():
-        if type(fields.get(name)) is not kind:
-            shown = str(fields.get(name))[:40]
-            raise CoderError(f"the checkpoint's position in the data has {name}={shown!r}, not of type {kind.__name__}")
-    sizes = [fields["setting"].get(name) for name in ("ranks", "workers", "batch size")]
-    counts = [fields[name] for name in ("epoch", "batches", "leftover", "offset", "before", "rank")]
-    are_counts = all(type(count) is int and count >= 0 for count in [*counts, *fields["consumed"]])
-    are_sizes = all(type(size) is int and size >= 1 for size in sizes) and len(fields["consumed"]) == sizes[1]
-    if not are_counts or not are_sizes or not all(map(_are_counts, (fields["bad"], fields["again"]))):
-        raise CoderError("the checkpoint's position in the data holds something else than counts")
-    if depth == _DEEP:
-        raise CoderError(f"the checkpoint's epoch was continued by more than {_DEEP} numbers of ranks or workers")
-    states = fields.get("states", [])  # of streams
-    if type(states) is not list or len(states) not in (0, sizes[1]) or {type(each) for each in states} - {dict, type(None)}:
-        raise CoderError("the checkpoint's position in the data holds no list of its workers' states")
-    for each in fields["rest"]:
-        check_position(each, depth=depth + 1)
-
-
-def _are_counts(bad: dict[str, Any]) -> bool:
-    """Whether a value is a :meth:`~coder_plugin.data.bad_samples.BadSamples.state`."""
-    kinds = bad.get("kinds")
-    if not isinstance(kinds, dict) or not kinds.keys() <= KINDS.keys():
-        return False
-    return all(type(count) is int and count >= 0 for count in (bad.get("read"), *kinds.values()))
 
 
 def check_like(saved: Any, own: Any, path: str) -> None:

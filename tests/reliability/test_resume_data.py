@@ -56,7 +56,7 @@ def loader(source: Any, **options: Any) -> TrainLoader:
     def tokenizer(texts: list[str]) -> torch.Tensor:
         return torch.tensor([[int(text)] for text in texts])
 
-    given = {"batch_size": BATCH, "seed": 7, "shuffle_buffer": 8, **options}
+    given = {"batch_size": BATCH, "seed": 7, **options}
     return TrainLoader(source, transform=transform, tokenizer=tokenizer, **given)
 
 

@@ -261,7 +261,7 @@ class LocalShards(ShardSource):
         return [max(1, len(item.captions)) for _, item in self.items()]
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        if not any(index.images for index in self.indexes):
+        if not num_samples and not any(index.images for index in self.indexes):
             counts: Counter[str] = sum((index.files.counts for index in self.indexes), Counter())
             present = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(8)) or "none"
             raise CoderError(

@@ -22,6 +22,7 @@ from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.data.streams import STRIDE
 from tests import gloo
 from tests.data.test_loader import BAD, BATCH, NUMBER, equal, fault, loader, numbers, png, transform
 

@@ -1,6 +1,6 @@
 """Locations of data and losses in files that others may have written: what runs code or fetches is taken from the user alone.
 
-``--val-data "pipe:…"`` runs a command, a URL starts ``curl`` or ``gsutil``, and a loss ``PATH.py:NAME`` is imported. On the
+``--val-data "pipe:…"`` runs a command, a URL fetches, and a loss ``PATH.py:NAME`` is imported. On the
 command line the user has typed it. In a run's ``config.json``, a file of ``--config`` or a recipe somebody else may have:
 :func:`local_only` marks such a value, and :func:`check_local` and :func:`check_local_loss` refuse the mark where it would be
 opened, so that a flag can replace it.

@@ -1,9 +1,8 @@
 """Batches for training and evaluation, decoded in workers, with a position from which training resumes bit for bit.
 
-A worker yields chunks: batches without their bad samples. The main process yields full chunks unchanged and fills
-others with rows of the next chunk, so a batch always has its size. Workers keep no state: a position lists how many chunks of
-each worker were used, which is enough to continue after them. An epoch may also be continued by another number of workers or
-ranks: then what is left of it is dealt anew (:mod:`coder_plugin.data.remainder`).
+Workers decode chunks, each of as many samples as a batch has rows. The main process yields full chunks unchanged and fills
+others with rows of the next chunk, so a batch always has its size. What a sample becomes depends on seed, epoch and sample
+alone, so the position of a rank is the number of samples that it has read; of a stream, that of each worker.
 """
 
 from __future__ import annotations
@@ -11,27 +10,28 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
+from coder_plugin.data.bad_samples import DEFAULT_RATE, KINDS, BadSamples
 from coder_plugin.data.hard_negatives import HardNegatives
-from coder_plugin.data.item import NO_POSITIVE, NO_TEXT, SAME_TOKENS, Item
-from coder_plugin.data.remainder import Chunked, Remainder
+from coder_plugin.data.item import NO_POSITIVE, NO_TEXT, SAME_TOKENS, Item, stable_hash
 from coder_plugin.data.source import (
     Chunk,
-    Plan,
     Source,
-    block_of,
     decode,
-    isolated_rng,
+    draw_caption,
+    is_stream,
     map_tensors,
-    prepare,
+    one_caption,
     preserved_rng,
+    rng_states,
     seed_rng,
 )
 from coder_plugin.data.workers import start_worker
@@ -40,8 +40,21 @@ from coder_plugin.errors import CoderError
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Settings that may change within an epoch: what is left of it is then dealt anew.
-DEALT_ANEW = ("ranks", "workers", "batch size")
+#: Samples are drawn from windows of so many shards, and of at least so many samples, so that a disk reads near itself.
+WINDOW_SHARDS, WINDOW_SAMPLES = 16, 2000
+#: What the values of a source's digest say, for messages.
+CHANGES = {
+    "images": "the number of images",
+    "names": "the images' names or their order",
+    "captions": "the captions",
+    "files": "the files (their names, sizes or times of change; copy with cp -p or rsync -a, which keep the times)",
+    "shards": "the number of shards",
+    "regions": "the file of regions",
+}
+#: A stream that gives less than this fraction of a rank's planned samples is an error.
+_FAR_SHORT = 0.5
+#: Settings that may change within an epoch.
+_MAY_CHANGE = ("ranks", "workers", "batch size")
 
 #: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.noise.positives.Positives`.
 MakePositive = Callable[[str, tuple[str, ...]], tuple[str, str]]
@@ -67,23 +80,25 @@ class TagWords(Protocol):
 
 @dataclass(kw_only=True)
 class _Position:
-    """What decides which batch comes next. ``leftover`` counts the unused rows at the end of the last chunk, which worker
-    ``last`` made; a batch is never larger than a chunk, so there are none before it. ``offset`` is the place in that chunk of
-    the first of them. ``before`` counts the samples of all ranks that other settings have used, whose positions ``rest`` holds:
-    everything else counts from there. ``states`` holds for each worker that of its last chunk, where the source has states."""
+    """What decides which batch comes next.
+
+    Args:
+        epoch: its number.
+        of: batches until the epoch ends, counted as ``batches``.
+        batches: those used since the epoch began or, if it was continued by other ranks or another batch size, since then.
+        before: samples of all ranks that were used before that.
+        read: how many samples each worker of a stream has read; of other data a single number.
+        last: the worker whose samples were the last.
+        history: for each number of ranks that has worked on the epoch before, how many samples each of its ranks has read.
+    """
 
     epoch: int
+    of: int
     batches: int = 0
-    consumed: list[int] = field(default_factory=list)
-    last: int = -1
-    leftover: int = 0
-    offset: int = 0
     before: int = 0
-    rest: list[dict[str, Any]] = field(default_factory=list)
-    states: list[Any] = field(default_factory=list)
-
-
-_POSITION = tuple(each.name for each in fields(_Position))
+    read: list[int] = field(default_factory=lambda: [0])
+    last: int = -1
+    history: list[list[int]] = field(default_factory=list)
 
 
 def count_steps(name: str, samples: int, batch_size: int, world_size: int) -> int:
@@ -109,8 +124,9 @@ class TrainLoader:
 
     Bad samples are left out. ``bad``, a :class:`~coder_plugin.data.bad_samples.BadSamples`, counts the epoch's on this rank.
 
-    Each rank has its own position (bad samples fall on one rank), to be saved and restored by rank. A rank may end an
-    epoch before ``steps_per_epoch`` if shards are unequal or samples bad, so ranks must agree on each step.
+    Samples are dealt to ranks one by one, and those of a stream by slices of its shards. Each rank has its own position (bad
+    samples fall on one rank), to be saved and restored by rank. A rank with bad samples may end an epoch before
+    ``steps_per_epoch``, so ranks must agree on each step.
 
     Args:
         source: the data.
@@ -123,7 +139,6 @@ class TrainLoader:
         max_bad_samples: allowed fraction of bad samples of an epoch on this rank, judged once 1,000 are read.
         num_samples: samples of an epoch over all ranks, for data that cannot be counted.
         pin_memory: copy batches to pinned memory if CUDA is available.
-        shuffle_buffer: samples from which a stream of shards is shuffled.
         positives: adds ``text_positive`` [B, T] int64, the tokens of a positive caption for each row; everything else stays
             the same. ``positives_made`` counts the rows by the kind of their positive.
         negatives: adds ``text_negatives`` [B, n, T] int64, the tokens of n hard negatives for each row, and
@@ -163,7 +178,6 @@ class TrainLoader:
         max_bad_samples: float = DEFAULT_RATE,
         num_samples: int | None = None,
         pin_memory: bool = False,
-        shuffle_buffer: int = 2000,
         positives: MakePositive | None = None,
         negatives: HardNegatives | None = None,
         tags: TagWords | None = None,
@@ -175,28 +189,19 @@ class TrainLoader:
         self.samples_per_epoch = source.samples(captions, num_samples)
         self.steps_per_epoch = count_steps(source.name, self.samples_per_epoch, batch_size, world_size)
         self.bad = BadSamples(source.name, max_bad_samples)
-        self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
-        self._transform, self._tokenizer = transform, tokenizer
-        self._positives, self._negatives = positives, negatives
         if tags is not None:
             tags.check(tokenizer)
-        self._tags = tags
+        self._batch_size, self._rank, self._world_size, self._workers = batch_size, rank, world_size, workers
+        self._seed, self._captions = seed, captions
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._make = _Make(transform, tokenizer, positives, negatives, tags, seed)
         self.positives_made: Counter[str] = Counter()
         self.negatives_drawn: Counter[str] = Counter()
         self._key = ""  # of an image that was read
         self.tagged: Counter[str] = Counter()
-        self._plan = Plan(
-            seed=seed,
-            epoch=0,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            workers=max(1, workers),
-            captions=captions,
-            shuffle_buffer=shuffle_buffer,
-        )
-        self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
-        self._again: dict[str, Any] = {"read": 0, "kinds": {}}
+        self._stream = is_stream(source)
+        self._at = self._start(0)
+        self._unused = 0, Counter[str]()  # samples that were read but not used yet, and the bad ones among them
 
     def epoch(self, epoch: int, position: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those after ``position`` in it.
@@ -204,173 +209,242 @@ class TrainLoader:
         Args:
             epoch: its number, which the order depends on.
             position: of this rank; or, in the order of ranks, those of all the ranks that began the epoch, whose number may
-                be another. With another number of workers every rank continues with the same samples in the same batches;
-                with another number of ranks or another batch size, what all ranks have left is dealt anew.
+                be another: what all ranks have left is then dealt anew. A stream goes on only with the same numbers of ranks
+                and workers; with others there is no further batch in this epoch, and a warning.
 
         Raises:
-            CoderError: a position of another epoch or, within an epoch, of another order of samples; too many bad samples.
+            CoderError: a position of another epoch or, within an epoch, of other data or another order of samples; too many bad
+                samples; a stream that gives far fewer samples than planned.
         """
-        start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
         self.bad.restart()
+        self._unused = 0, Counter[str]()
+        self._at = self._start(epoch)
         if position is not None:
-            positions = [position] if isinstance(position, dict) else list(position)
-            start = self._resume(epoch, positions)
-            for each in positions[self._plan.rank :: self._plan.world_size] if len(positions) > 1 else positions:
-                if each["batches"] or each["before"]:
-                    self.bad.restore(each["bad"])
-                    if start.rest:  # the unused rows of the last chunk are counted when they are read again
-                        self.bad.forget(each["again"])
-        self._at = start
-        return self._batches(start)
+            positions = list(position) if isinstance(position, list | tuple) else [position]
+            for each in positions:
+                check_position(each)
+            self._at = self._resume(epoch, positions)
+            for each in positions[self._rank :: self._world_size] if len(positions) > 1 else positions:
+                self.bad.restore(each["bad"])
+        return self._batches(self._at)
 
     def position(self) -> dict[str, Any]:
-        """The position after the last batch, as JSON values, from which :meth:`epoch` continues.
+        """The position after the last batch, as JSON values, from which :meth:`epoch` continues."""
+        counted, (read, kinds) = self.bad.state(), self._unused
+        bad = {"read": counted["read"] - read, "kinds": dict(Counter(counted["kinds"]) - kinds)}
+        at = {**vars(self._at), "read": list(self._at.read)}
+        return {**at, "rank": self._rank, "bad": bad, "setting": self._setting(), "data": self.digest}
 
-        ``batches`` of ``of`` have been used: of this epoch or, if it was continued by other ranks or workers, since then.
+    @cached_property
+    def digest(self) -> dict[str, Any]:
+        """What tells whether the data are still the same (:meth:`~coder_plugin.data.source.Source.digest`)."""
+        return self.source.digest()
+
+    def log_changes(self, saved: Any) -> None:
+        """Warn of data that have changed since an epoch before.
+
+        Args:
+            saved: the :attr:`digest` of then.
         """
-        at = self._at
+        if changes := self._changes(saved):
+            log.warning("%s: the data have changed since the checkpoint was written: %s", self.source.name, "; ".join(changes))
+
+    def _changes(self, saved: Any) -> list[str]:
+        now = self.digest
+        then = saved if isinstance(saved, dict) else {}
+        changed = [name for name in now if name in then and then[name] != now[name]]
+        counts = {name: f" ({then[name]} then, {now[name]} now)" for name in changed if isinstance(now[name], int)}
+        return [f"{CHANGES.get(name, name)}{counts.get(name, '')}" for name in changed]
+
+    def _start(self, epoch: int) -> _Position:
+        return _Position(epoch=epoch, of=self.steps_per_epoch, read=[0] * (max(1, self._workers) if self._stream else 1))
+
+    def _setting(self) -> dict[str, Any]:
         return {
-            **{name: getattr(at, name) for name in _POSITION},
-            "consumed": list(at.consumed),  # the only lists that change while batches are made
-            "states": list(at.states) if any(at.states) else [],
-            "of": self._batches_of(self._at),
-            "setting": self._setting(),
-            "rank": self._plan.rank,
-            "bad": self.bad.state(),
-            "again": self._again,
+            "batch size": self._batch_size,
+            "ranks": self._world_size,
+            "workers": max(1, self._workers),
+            "seed": self._seed,
+            "captions": self._captions,
+            "samples per epoch": self.samples_per_epoch,
+            **({} if self._make.tags is None else {"tagger": self._make.tags.tagger}),
         }
 
-    def _batches_of(self, position: _Position) -> int:
-        return (self.samples_per_epoch - position.before) // (self._plan.batch_size * self._plan.world_size)
+    def _resume(self, epoch: int, positions: list[dict[str, Any]]) -> _Position:
+        first, now = positions[0], self._setting()
+        then, middle = first["setting"], f"cannot resume in the middle of epoch {epoch + 1}"
+        if wrong := [each["epoch"] for each in positions if each["epoch"] != epoch]:
+            raise CoderError(f"the position to resume from is in epoch {wrong[0] + 1}, not in epoch {epoch + 1}")
+        if not any(each["batches"] or each["before"] for each in positions):
+            self.log_changes(first["data"])
+            return self._start(epoch)  # at the start any setting may be used
+        if changes := self._changes(first["data"]):
+            raise CoderError(
+                f"{self.source.name}: {middle}: the data have changed since the checkpoint was written: {'; '.join(changes)}; "
+                "restore them, or begin a new run"
+            )
+        if wrong := [name for name in now if name not in _MAY_CHANGE and then.get(name) != now[name]]:
+            changed = "; ".join(f"{name} was {then.get(name)} and is {now[name]}" for name in wrong)
+            raise CoderError(f"{middle}: {changed}; use the old value, or resume from the start of an epoch")
+        own = next((each for each in positions if each["rank"] == self._rank), None)
+        same = own is not None and then["ranks"] == now["ranks"]
+        different = [f"{name} was {then[name]} and is {now[name]}" for name in _MAY_CHANGE if then[name] != now[name]]
+        if self._stream and not (same and len(first["read"]) == now["workers"]):
+            log.warning(
+                "%s: a stream goes on in the middle of an epoch with the same numbers of ranks and workers only (%s): "
+                "it goes on with epoch %d", self.source.name, "; ".join(different), epoch + 2,
+            )  # fmt: skip
+            return _Position(epoch=epoch, of=0)
+        if not same and len(positions) != then["ranks"]:
+            why = "; ".join(different) or f"the position is not of rank {self._rank}"
+            raise CoderError(f"{middle} ({why}) without the positions of all {then['ranks']} ranks")
+        start = _Position(epoch=epoch, of=0, history=first["history"])
+        if same and own is not None:
+            start = replace(start, read=list(own["read"]), last=own["last"], batches=own["batches"], before=own["before"])
+        else:
+            reads = [each["read"][0] for each in sorted(positions, key=lambda each: each["rank"])]
+            start.history = [*first["history"], reads]
+        if not same or then["batch size"] != now["batch size"]:
+            # ranks take their steps together: all have used as many samples as the first
+            start.before = first["before"] + first["batches"] * then["batch size"] * then["ranks"]
+            start.batches = 0
+        start.of = (self.samples_per_epoch - start.before) // (self._batch_size * self._world_size)
+        return start
 
-    def _batches(self, start: _Position) -> Iterator[dict[str, Any]]:
-        skips, first = list(start.consumed), (start.last + 1) % self._plan.workers
-        if start.leftover:
-            first = start.last
-            skips[first] -= 1
-        plan = replace(self._plan, epoch=start.epoch)
-        source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
-        states = list(start.states) or [None] * plan.workers
-        starts = tuple([None] * plan.workers if start.rest else states)
-        make_texts = self._tokenizer, self._positives, self._negatives, self._tags
-        stream = _TrainStream(source, plan, tuple(skips), starts, first, self._transform, *make_texts)
-        left: dict[str, Any] = {}
-        at, again, size, of = start, start.leftover, plan.batch_size, self._batches_of(start)
-        consumed, at.consumed, at.states = skips, list(start.consumed), list(states)
-        if at.batches >= of:
+    def _batches(self, at: _Position) -> Iterator[dict[str, Any]]:
+        size, left, read = self._batch_size, dict[str, Any](), list(at.read)
+        if at.batches >= at.of:
             return
-        for chunk in _load(stream, self._workers, self._pin_memory):
-            if not again:  # else it was counted before
-                self.bad.add(len(chunk) + len(chunk.bad), chunk.bad)
+        for chunk in self._chunks(at):
+            self.bad.add(chunk.count, chunk.bad)
             self.positives_made.update(chunk.positives)
             self._count_negatives(chunk)
-            if self._tags is not None and chunk.learned is not None:
+            if self._make.tags is not None and chunk.learned is not None:
                 self.tagged.update(chunk.learned.counts)
-                self._tags.add(chunk.learned.classes)
-            consumed[chunk.worker] += 1
-            states[chunk.worker] = chunk.state
-            if again:
-                if len(chunk) < again:
-                    raise CoderError(f"{self.source.name}: images that were readable before can no longer be read")
-                chunk, again = chunk.rows(len(chunk) - again), 0
+                self._make.tags.add(chunk.learned.classes)
             if left:
                 chunk = chunk.after(left)
                 chunk = chunk.pin_memory() if self._pin_memory else chunk
             rest = len(chunk) - size
-            if rest >= 0:
-                at.batches += 1
-                at.consumed[:], at.states[:] = consumed, states  # with the chunks that had too few rows for a batch
-                at.last, at.leftover, at.offset = chunk.worker, rest, chunk.good[-rest] if rest else 0
-                self._again = _read_again(chunk, rest)
-                # Cloned, so that it does not keep the whole batch in memory.
-                left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
-                yield (chunk.rows(0, size) if rest else chunk).tensors
-                if at.batches == of:
-                    self.bad.finish()
-                    return
-            else:
+            if rest < 0:
                 left = chunk.tensors
+                read[chunk.worker] += chunk.count
+                continue
+            used = chunk.good[-rest] if rest else chunk.count  # up to the first unused row
+            at.batches, at.last, at.read[:] = at.batches + 1, chunk.worker, read
+            at.read[chunk.worker] += used
+            read[chunk.worker] += chunk.count
+            bad = chunk.bad[len(chunk.bad) - (chunk.count - used - rest) :]
+            self._unused = chunk.count - used, Counter(kind for kind, _, _ in bad)
+            # Cloned, so that it does not keep the whole batch in memory.
+            left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
+            yield (chunk.rows(0, size) if rest else chunk).tensors
+            if at.batches == at.of:
+                self.bad.finish()
+                return
         self.bad.finish()
-        log.warning(
-            "%s: rank %d ended epoch %d after %d of %d batches (unequal shards, bad samples or a larger num_samples)",
-            self.source.name,
-            self._plan.rank,
-            start.epoch,
-            at.batches,
-            of,
-        )
+        text = f"{self.source.name}: rank {self._rank} ended epoch {at.epoch} after {at.batches} of {at.of} batches"
+        planned = self.samples_per_epoch // self._world_size
+        if self._stream and self.bad.read < _FAR_SHORT * planned:
+            raise CoderError(
+                f"{text}: its shards have {self.bad.read:,} samples, and {planned:,} were planned: give the right "
+                "--train-num-samples, and shards of equal size, at least as many as ranks"
+            )
+        log.warning("%s (bad samples, or a stream of unequal shards)", text)
+
+    def _chunks(self, at: _Position) -> Iterator[Chunk]:
+        make = replace(self._make, epoch=at.epoch)
+        if self._stream:
+            first = at.last if at.last >= 0 and at.read[at.last] % self._batch_size else at.last + 1
+            data: Any = _TrainStream(
+                self.source, make, self._batch_size, self._rank, self._world_size, self._captions, tuple(at.read), first
+            )
+            return _load(data, None, self._workers, self._pin_memory)
+        source: Any = self.source
+        counts = None if self._captions == "draw" else np.asarray(source.caption_counts)
+        numbers = self._order(at, counts)[self._rank :: self._world_size][at.read[0] :]
+        chunks = [numbers[start : start + self._batch_size] for start in range(0, len(numbers), self._batch_size)]
+        rows = _TrainRows(self.source, make, None if counts is None else np.cumsum(counts))
+        return _load(rows, chunks, self._workers, self._pin_memory)
+
+    def _order(self, at: _Position, counts: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+        """The samples of all ranks: of the epoch or, where other numbers of ranks have begun it, what these have left."""
+        source: Any = self.source
+        groups = np.asarray(source.groups)
+        if counts is not None:
+            groups = np.diff(np.cumsum([0, *counts])[np.cumsum([0, *groups])])
+        order = epoch_order(groups, self._seed, at.epoch)
+        for reads in at.history:
+            order = _in_turn([order[rank :: len(reads)][read:] for rank, read in enumerate(reads)])
+        return order
 
     def _count_negatives(self, chunk: Chunk) -> None:
         """Count the places, and warn once 1,000 rows had no hard negative (a small data set is checked before training)."""
-        before, drawn = self.negatives_drawn.total(), self.negatives_drawn
+        before, drawn, negatives = self.negatives_drawn.total(), self.negatives_drawn, self._make.negatives
         drawn.update(chunk.negatives)
         self._key = next(iter(chunk.keys), self._key)
-        if self._negatives is not None and not drawn["filled"] and before < 1000 * self._negatives.count <= drawn.total():
+        if negatives is not None and not drawn["filled"] and before < 1000 * negatives.count <= drawn.total():
             why = self.few_negatives(drawn)
             log.warning("%s: none of the first 1,000 samples has a hard negative%s", self.source.name, why)
 
     def few_negatives(self, drawn: Counter[str]) -> str:
         """What is likely the matter where below 10 % of the places ``drawn`` are filled, for a message; else ``""``."""
-        if self._negatives is None or 10 * drawn["filled"] >= drawn.total():
+        if self._make.negatives is None or 10 * drawn["filled"] >= drawn.total():
             return ""
-        return f": {self._negatives.where(self._key)}"
-
-    def _setting(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "batch size": plan.batch_size,
-            "ranks": plan.world_size,
-            "workers": plan.workers,
-            "seed": plan.seed,
-            "captions": plan.captions,
-            "shuffle buffer": plan.shuffle_buffer,
-            "samples per epoch": self.samples_per_epoch,
-            **({} if self._tags is None else {"tagger": self._tags.tagger}),
-        }
-
-    def _resume(self, epoch: int, positions: list[dict[str, Any]]) -> _Position:
-        rank, now = self._plan.rank, self._setting()
-        for position in positions:
-            if position["epoch"] != epoch:
-                raise CoderError(f"the position to resume from is in epoch {position['epoch'] + 1}, not in epoch {epoch + 1}")
-        if not any(position["batches"] or position.get("rest") for position in positions):
-            return _Position(epoch=epoch, consumed=[0] * self._plan.workers)  # at the start any setting may be used
-        then = positions[0]["setting"]
-        wrong = [
-            f"{name} was {then.get(name)} and is {now[name]}"
-            for name in now
-            if name not in DEALT_ANEW and then.get(name) != now[name]
-        ]
-        if wrong:
-            raise CoderError(
-                f"cannot resume in the middle of epoch {epoch + 1}: {'; '.join(wrong)}; use the old value, "
-                "or resume from the start of an epoch"
-            )
-        own = next((each for each in positions if each["rank"] == rank), None)
-        same_batches = own is not None and all(then[name] == now[name] for name in ("ranks", "batch size"))
-        if not same_batches and len(positions) != then["ranks"]:
-            changes = [f"{name} was {then[name]} and is {now[name]}" for name in DEALT_ANEW if then[name] != now[name]]
-            why = "; ".join(changes) or f"the position is not of rank {rank}"
-            raise CoderError(
-                f"cannot resume in the middle of epoch {epoch + 1} ({why}) "
-                f"without the positions of all {then['ranks']} ranks"
-            )
-        if own is not None and same_batches and then["workers"] == now["workers"]:
-            return _Position(**{name: own[name] for name in _POSITION if name in own})
-        rest = [own] if own is not None and same_batches else positions
-        # ranks take their steps together: all have used as many samples as this one
-        before = rest[0]["before"] + rest[0]["batches"] * then["batch size"] * then["ranks"]
-        rest = [{name: value for name, value in each.items() if name not in ("bad", "again")} for each in rest]
-        return _Position(epoch=epoch, consumed=[0] * self._plan.workers, before=before, rest=rest)
+        return f": {self._make.negatives.where(self._key)}"
 
 
-def _read_again(chunk: Chunk, rows: int) -> dict[str, Any]:
-    """What of a chunk another setting reads again if the last ``rows`` rows are unused: its samples, the bad ones by kind."""
-    if not rows:
-        return {"read": 0, "kinds": {}}
-    read = len(chunk.good) + len(chunk.bad) - chunk.good[-rows]
-    bad = chunk.bad[len(chunk.bad) - (read - rows) :]
-    return {"read": read, "kinds": dict(Counter(kind for kind, _, _ in bad))}
+def epoch_order(groups: Sequence[int] | np.ndarray[Any, Any], seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    """The order of an epoch's samples: groups of samples, such as shards, are shuffled, then samples within windows of groups.
+
+    Args:
+        groups: numbers of samples that lie together on the disk, in the data's order.
+        seed, epoch: what the order depends on besides.
+
+    Example:
+        >>> epoch_order([4], seed=0, epoch=0).tolist(), sorted(epoch_order([2, 1, 3], seed=0, epoch=1).tolist())
+        ([2, 1, 3, 0], [0, 1, 2, 3, 4, 5])
+    """
+    generators = [torch.Generator().manual_seed(stable_hash(name, seed, epoch)) for name in ("shards", "order")]
+    sizes = np.asarray(groups)
+    starts = np.cumsum(sizes) - sizes
+    windows: list[list[np.ndarray[Any, Any]]] = [[]]
+    for group in torch.randperm(len(sizes), generator=generators[0]).tolist():
+        if len(windows[-1]) >= WINDOW_SHARDS and sum(map(len, windows[-1])) >= WINDOW_SAMPLES:
+            windows.append([])
+        windows[-1].append(np.arange(starts[group], starts[group] + sizes[group]))
+    joined = [np.concatenate(window) for window in windows]
+    return np.concatenate([each[torch.randperm(len(each), generator=generators[1]).numpy()] for each in joined])
+
+
+def _in_turn(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """One of each part in turn, until all have ended."""
+    table = np.full((max(map(len, parts)), len(parts)), -1)
+    for number, part in enumerate(parts):
+        table[: len(part), number] = part
+    return table[table >= 0]
+
+
+def check_position(position: Any) -> None:
+    """Check a position from a checkpoint: what a loader wrote, or something that only looks like it.
+
+    Raises:
+        CoderError: something else.
+    """
+    try:
+        setting, bad = position["setting"], position["bad"]
+        counts = [*(position[name] for name in ("epoch", "of", "batches", "before", "rank")), position["last"] + 1]
+        counts += [*position["read"], *(read for reads in position["history"] for read in reads)]
+        counts += [bad["read"], *bad["kinds"].values()]
+        sizes = [setting[name] for name in _MAY_CHANGE]
+        are_counts = all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
+        are_sizes = all(type(each) is int and 1 <= each < 1 << 31 for each in sizes)
+        are_lists = all(type(each) is list and each for each in (position["read"], *position["history"]))
+        known = bad["kinds"].keys() <= KINDS.keys() and position["last"] < len(position["read"])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        are_counts = are_sizes = are_lists = known = False
+    if not (are_counts and are_sizes and are_lists and known):
+        raise CoderError("the checkpoint's position in the data does not have the form that this version saves")
 
 
 def evaluation_batches(
@@ -383,8 +457,7 @@ def evaluation_batches(
     world_size: int = 1,
     bad: BadSamples | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Batches of every image once over all ranks, in order on each rank (but where its workers read different shards:
-    :func:`~coder_plugin.data.source.by_shards`).
+    """Batches of every image once over all ranks, in order on each rank (but for streams, whose workers read different shards).
 
     A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
     Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
@@ -394,11 +467,16 @@ def evaluation_batches(
         CoderError: too many bad samples.
     """
     counted = BadSamples(source.name) if bad is None else bad
-    if workers > 1:
-        prepare(source)
-    stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
-    for chunk in _load(stream, workers, False):
-        counted.add(len(chunk) + len(chunk.bad), chunk.bad)
+    chunks: list[Any] | None = None
+    data: Any = _EvaluationRows(source, transform)
+    if hasattr(getattr(source, "captions", source), "item"):
+        images = source.num_images or 0
+        starts = range(rank * batch_size, images, world_size * batch_size)
+        chunks = [range(start, min(start + batch_size, images)) for start in starts]
+    else:
+        data = _EvaluationStream(data, rank, world_size, batch_size)
+    for chunk in _load(data, chunks, workers, False):
+        counted.add(chunk.count, chunk.bad)
         if len(chunk):
             yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
     if bad is None:
@@ -407,79 +485,72 @@ def evaluation_batches(
             log.warning("%s: %s", source.name, counted)
 
 
-class _Stream(IterableDataset):
-    """Runs in a worker. A ``CoderError`` is sent as an object for the main process to raise, without a worker's traceback."""
-
-    def __iter__(self) -> Iterator[Chunk | CoderError]:
-        info = get_worker_info()
-        try:
-            yield from self.chunks(info.id if info else 0, info.num_workers if info else 1)
-        except CoderError as exc:
-            yield CoderError(str(exc))
-
-    def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
-        raise NotImplementedError
-
-
 @dataclass
-class _TrainStream(_Stream):
-    """Physical worker 0 acts as logical worker ``first``, since a DataLoader always starts with worker 0."""
+class _Make:
+    """Makes a chunk of training samples."""
 
-    source: Chunked
-    plan: Plan
-    skips: tuple[int, ...]
-    starts: tuple[Any, ...]
-    first: int
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
-    positives: MakePositive | None = None
-    negatives: HardNegatives | None = None
-    tags: TagWords | None = None
+    positives: MakePositive | None
+    negatives: HardNegatives | None
+    tags: TagWords | None
+    seed: int
+    epoch: int = 0
 
-    def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
-        worker = (worker + self.first) % workers
-        plan = replace(self.plan, worker=worker, skip=self.skips[worker], start=self.starts[worker])
-        chunks = self.source.chunks(plan)
-        for items in chunks:
-            chunk, good = decode(items, self.transform, seed=plan.seed, epoch=plan.epoch, worker=worker)
-            chunk = replace(chunk, state=getattr(chunks, "state", None))
-            if good:
-                texts = [items[number].captions[0] for number in good]
-                with isolated_rng("text", plan.seed, plan.epoch, *texts):  # some tokenizers drop words at random
-                    if self.tags is None:
-                        chunk.tensors["text"] = self.tokenizer(texts)
-                    else:
-                        chunk.tensors["text"], chunk.tensors["text_tags"] = self.tags(texts, self.tokenizer)
-                if self.positives is not None:
-                    self._add_positives(chunk, [items[number] for number in good], plan, self.positives)
-                if self.negatives is not None:
-                    self._add_negatives(chunk, [items[number] for number in good], plan, self.negatives)
-                if self.tags is not None:
-                    chunk = replace(chunk, learned=self.tags.take())
-            yield chunk
+    def chunk(self, items: list[Item], worker: int = 0) -> Chunk:
+        chunk, good = decode(items, self.transform, seed=self.seed, epoch=self.epoch, worker=worker)
+        if not good:
+            return chunk
+        items = [items[number] for number in good]
+        texts = [item.captions[0] for item in items]
+        chunk.tensors["text"], *tags = self._tokenize(texts, "text", tags=self.tags)
+        if tags:
+            (chunk.tensors["text_tags"],) = tags
+        if self.positives is not None:
+            self._add_positives(chunk, items, self.positives)
+        if self.negatives is not None:
+            self._add_negatives(chunk, items, self.negatives)
+        return chunk if self.tags is None else replace(chunk, learned=self.tags.take())
 
-    def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: MakePositive) -> None:
+    def _tokenize(self, texts: list[str], name: str, tags: TagWords | None = None) -> list[torch.Tensor]:
+        """Token ids [n, T] and, with ``tags``, the classes of the words. A tokenizer that draws, such as words that it drops,
+        does so for each text by itself, whatever its neighbours."""
+
+        def call(texts: list[str]) -> tuple[torch.Tensor, ...]:
+            return (self.tokenizer(texts),) if tags is None else tags(texts, self.tokenizer)
+
+        with preserved_rng():
+            seed_rng(name)
+            before = rng_states()
+            found = call(texts)
+            if rng_states() == before:
+                return list(found)
+            rows = []
+            for text in texts:
+                seed_rng(name, self.seed, self.epoch, text)
+                rows.append(call([text]))
+            return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+    def _add_positives(self, chunk: Chunk, items: list[Item], positives: MakePositive) -> None:
         texts, kinds = [], []
         with preserved_rng():
             for item in items:
                 caption = item.captions[0]
                 # seeded by sample, independent of neighbours and workers
-                seed_rng("positive", plan.seed, plan.epoch, item.image_id, caption)
+                seed_rng("positive", self.seed, self.epoch, item.image_id, caption)
                 text, kind = positives(caption, item.others)
                 texts.append(text)
                 kinds.append(kind)
         # a separate call, so that word dropout of the captions stays the same
-        with isolated_rng("positive text", plan.seed, plan.epoch, *texts):
-            tokens = self.tokenizer(texts)
+        (tokens,) = self._tokenize(texts, "positive text")
         for ids, positive_ids, kind in zip(chunk.tensors["text"], tokens, kinds, strict=True):
             chunk.positives[SAME_TOKENS if kind != NO_POSITIVE and torch.equal(ids, positive_ids) else kind] += 1
         chunk.tensors["text_positive"] = tokens
 
-    def _add_negatives(self, chunk: Chunk, items: list[Item], plan: Plan, negatives: HardNegatives) -> None:
-        drawn = [pair for item in items for pair in negatives.draw(item, seed=plan.seed, epoch=plan.epoch)]
+    def _add_negatives(self, chunk: Chunk, items: list[Item], negatives: HardNegatives) -> None:
+        drawn = [pair for item in items for pair in negatives.draw(item, seed=self.seed, epoch=self.epoch)]
         texts, ids = [text for text, _ in drawn], torch.tensor([image for _, image in drawn])
-        with isolated_rng("negative text", plan.seed, plan.epoch, *texts):  # a separate call, as of positives
-            tokens = self.tokenizer(texts)
+        (tokens,) = self._tokenize(texts, "negative text")  # a separate call, as of positives
         shape = len(items), negatives.count
         chunk.tensors["text_negatives"], chunk.tensors["text_negative_ids"] = tokens.unflatten(0, shape), ids.view(shape)
         empty = int((ids == NO_TEXT).sum())
@@ -488,33 +559,114 @@ class _TrainStream(_Stream):
 
 
 @dataclass
-class _EvaluationStream(_Stream):
-    """Blocks of images in the order of the data set, dealt to ranks and, within a rank, to workers."""
+class _TrainRows(Dataset[Any]):
+    """Chunks of numbered samples: of images or, with ``ends``, of captions, those of image n ending before ``ends[n]``."""
 
-    source: Source
+    source: Any
+    make: _Make
+    ends: np.ndarray[Any, Any] | None
+
+    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
+        return _or_error(lambda: self.make.chunk([self._item(int(number)) for number in numbers]))
+
+    def _item(self, number: int) -> Item:
+        if self.ends is None:
+            return draw_caption(self.source.item(number), seed=self.make.seed, epoch=self.make.epoch)
+        image = int(np.searchsorted(self.ends, number, "right"))
+        item = self.source.item(image)
+        return item if item.fault is not None else one_caption(item, number - int(self.ends[image]) + len(item.captions))
+
+
+@dataclass
+class _TrainStream(IterableDataset[Any]):
+    """Chunks of a stream. Physical worker 0 acts as logical worker ``first``, since a DataLoader begins with worker 0."""
+
+    source: Any
+    make: _Make
+    size: int
     rank: int
     world_size: int
-    batch_size: int
+    captions: str
+    read: tuple[int, ...]
+    first: int
+
+    def __iter__(self) -> Iterator[Chunk | CoderError]:
+        info = get_worker_info()
+        workers = info.num_workers if info else 1
+        worker = ((info.id if info else 0) + self.first) % workers
+        part, parts, skip = self.rank * workers + worker, self.world_size * workers, self.read[worker]
+        order: dict[str, Any] = {"seed": self.make.seed, "epoch": self.make.epoch, "captions": self.captions}
+        items = self.source.part(part, parts, skip=skip, **order)
+        return _until_error(self._chunks(items, worker))
+
+    def _chunks(self, items: Iterator[Item], worker: int) -> Iterator[Chunk]:
+        # a chunk that was partly used is completed, so that workers take the same turns as without an interruption
+        size = self.size - self.read[worker] % self.size
+        while chunk := list(islice(items, size)):
+            yield self.make.chunk(chunk, worker)
+            size = self.size
+
+
+@dataclass
+class _EvaluationRows(Dataset[Any]):
+    """Chunks of the images at some positions."""
+
+    source: Any
     transform: Callable[[Any], Any]
 
-    def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
-        part, parts = worker * self.world_size + self.rank, self.world_size * workers
-        indexed = self.source.items(part, parts, block=self.batch_size)
-        for _, pairs in groupby(indexed, key=lambda pair: block_of(pair[0], self.batch_size)):
-            index, items = zip(*pairs, strict=True)
-            chunk, good = decode(list(items), self.transform, worker=worker)
-            if good:
-                chunk.tensors["index"] = torch.tensor([index[number] for number in good])
-                chunk.captions.extend(items[number].captions for number in good)
-                chunk.keys.extend(items[number].key for number in good)
-            yield chunk
+    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
+        return _or_error(lambda: self.chunk([(number, self.source.item(number)) for number in numbers]))
+
+    def chunk(self, pairs: list[tuple[int, Item]]) -> Chunk:
+        chunk, good = decode([item for _, item in pairs], self.transform)
+        if good:
+            chunk.tensors["index"] = torch.tensor([pairs[number][0] for number in good])
+            chunk.captions.extend(pairs[number][1].captions for number in good)
+            chunk.keys.extend(pairs[number][1].key for number in good)
+        return chunk
 
 
-def _load(stream: _Stream, workers: int, pin_memory: bool) -> Iterator[Chunk]:
-    """The chunks of a DataLoader that does not use the global random generator."""
+@dataclass
+class _EvaluationStream(IterableDataset[Any]):
+    """Chunks of the images of whole shards."""
+
+    rows: _EvaluationRows
+    rank: int
+    world_size: int
+    size: int
+
+    def __iter__(self) -> Iterator[Chunk | CoderError]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        pairs = self.rows.source.items(worker * self.world_size + self.rank, self.world_size * workers, block=self.size)
+        return _until_error(self._chunks(pairs))
+
+    def _chunks(self, pairs: Iterator[tuple[int, Item]]) -> Iterator[Chunk]:
+        while chunk := list(islice(pairs, self.size)):
+            yield self.rows.chunk(chunk)
+
+
+def _or_error(make: Callable[[], Chunk]) -> Chunk | CoderError:
+    """A ``CoderError`` is sent as an object for the main process to raise, without a worker's traceback."""
+    try:
+        return make()
+    except CoderError as exc:
+        return CoderError(str(exc))
+
+
+def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk | CoderError]:
+    try:
+        yield from chunks
+    except CoderError as exc:
+        yield CoderError(str(exc))
+
+
+def _load(data: Any, chunks: list[Any] | None, workers: int, pin_memory: bool) -> Iterator[Chunk]:
+    """The chunks of a DataLoader that does not use the global random generator; ``chunks`` are the samples of each."""
+    sampling: dict[str, Any] = {"batch_size": None} if chunks is None else {"batch_sampler": chunks}
     loader: DataLoader[Any] = DataLoader(
-        stream,
-        batch_size=None,
+        data,
+        **sampling,
         num_workers=workers,
         collate_fn=_identity,
         pin_memory=pin_memory,

@@ -1,4 +1,4 @@
-"""Stream WebDataset shards through the webdataset library.
+"""WebDataset shards: samples of local tar files by number, remote and compressed ones as a stream.
 
 Fields are those of open_clip and img2dataset: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``, or a list
 ``captions`` in ``json``. ``npz`` holds regions instead of a picture (:mod:`coder_plugin.data.regions.shards`); it is not
@@ -7,36 +7,48 @@ read where there are pictures or other arrays.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
-import random
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
-import webdataset as wds
 from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
-from coder_plugin.data.dealing import Sample, deal_slices, deal_whole
 from coder_plugin.data.decode import decode_image
-from coder_plugin.data.item import Item, bad_item, stable_hash
+from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote, is_command
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import Plan, check_captions, check_mode, check_negatives
+from coder_plugin.data.source import check_captions, check_mode, check_negatives
+from coder_plugin.data.streams import Stream
 from coder_plugin.data.tables import other_names
-from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
-from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, local_path, stream, unreadable
+from coder_plugin.data.tar_index import Place, TarIndex, read_sample, scan, scan_all, state_of
+from coder_plugin.data.tars import (
+    IMAGE_FIELDS,
+    REGIONS,
+    Files,
+    ImageField,
+    has_features,
+    local_path,
+    stream,
+    unreadable,
+)
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
 CAPTION_KEY = "captions"
 _LONGEST_ID = 4096
+_APART = ", and files of one sample are not next to each other in its shard ({!r}): sort it (tar --sort=name)"
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +61,7 @@ def open_shards(
     newline_captions: bool | None = None,
     negatives_key: str | None = None,
     metadata: Sequence[str] = (),
-) -> ShardSource:
+) -> LocalShards | ShardStream:
     """The reader ``webdataset``.
 
     Args:
@@ -71,211 +83,88 @@ def open_shards(
     check_remote(shard for shard in shards if not is_local(shard))
     if newline_captions is None:
         newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
-    return ShardSource(
-        shards,
-        name=spec,
-        resampled=resampled,
-        caption_key=caption_key,
-        newline_captions=newline_captions,
-        negatives_key=negatives_key,
-        metadata=metadata,
-    )
+    options = Options(caption_key, newline_captions, negatives_key, tuple(metadata))
+    return make_source(shards, spec, options, resampled=resampled)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the samples of shards are read; as of :func:`open_shards`."""
+
+    caption_key: str = CAPTION_KEY
+    newline_captions: bool = False
+    negatives_key: str | None = None
+    metadata: tuple[str, ...] = ()
+
+
+def make_source(
+    shards: Sequence[str], name: str = "shards", options: Options | None = None, *, resampled: bool = False
+) -> LocalShards | ShardStream:
+    """The source of these shards: any sample at any time of local tar files, else a stream."""
+    if resampled or not all(is_local(shard) and local_path(shard).endswith(".tar") for shard in shards):
+        return ShardStream(shards, name, options or Options(), resampled=resampled)
+    return LocalShards(shards, name, options or Options())
 
 
 class ShardSource:
-    """Tar shards divided equally between ranks and workers, whatever the number of shards (:mod:`coder_plugin.data.dealing`).
+    """Tar shards: :class:`LocalShards` or a :class:`ShardStream`.
 
-    Of local shards a part reads the tar headers, from which it knows the places of samples, and else only its own samples. Of
-    remote shards, and of those compressed as a whole, it reads all of each shard from which it has a slice.
-
-    For evaluation, blocks of the samples of local shards are dealt in turn. If any shard is remote, whole shards are
-    (:meth:`items`).
+    Args:
+        shards: their locations.
+        name: for messages.
+        options: how their samples are read.
+        labels: the shards' names in the images' keys.
     """
 
     def __init__(
-        self,
-        shards: list[str],
-        *,
-        name: str = "shards",
-        resampled: bool = False,
-        caption_key: str = CAPTION_KEY,
-        newline_captions: bool = False,
-        negatives_key: str | None = None,
-            metadata: Sequence[str] = (),
+        self, shards: Sequence[str], name: str, options: Options, *, labels: Mapping[str, str] | None = None
     ) -> None:
-        self.name = name
-        self._caption_key = caption_key
-        self._newline_captions = newline_captions
-        self._negatives_key = negatives_key
-        self._metadata = tuple(metadata)
-        self._shards = shards
-        self._resampled = resampled
+        self.name, self.options = name, options
+        self._shards, self._labels = list(shards), labels or shard_labels(shards)
+        self.num_shards = len(self._shards)
         self.fetches = True  # whether the number of samples may be read from beside remote shards
-        self._indexes: dict[str, TarIndex] = {}  # of the local shards that have been scanned
-        self._labels = shard_labels(shards)
+        self._unread_logged = False
 
     @property
     def shards(self) -> list[str]:
         """The tar files in the order of the argument."""
         return list(self._shards)
 
-    def local(self) -> ShardSource:
+    def local(self) -> LocalShards | ShardStream:
         """The same source with the local shards only: reading downloads nothing and runs no command."""
-        source = ShardSource(
-            list(filter(is_local, self._shards)),
-            name=self.name,
-            resampled=self._resampled,
-            caption_key=self._caption_key,
-            newline_captions=self._newline_captions,
-            negatives_key=self._negatives_key,
-            metadata=self._metadata,
-        )
+        source = make_source(list(filter(is_local, self._shards)), self.name, self.options)
         source._labels = self._labels  # keys must not change
         return source
 
-    @cached_property
-    def num_images(self) -> int | None:
-        return self._count("draw")
-
-    @cached_property
-    def _num_captions(self) -> int | None:
-        return self._count("all")
-
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        check_mode(captions)
-        count = num_samples or (self.num_images if captions == "draw" else self._num_captions)
-        if count is None:
-            beside = ", or a sizes.json beside the shards" if captions == "draw" else ""
-            raise CoderError(
-                f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples{beside}"
-            )
-        return count
-
-    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Shuffle shards, then samples in a buffer of compressed pictures; reproducible by seed and epoch.
-
-        Samples are read in the order of their shards, when they come into the buffer. Of local shards those of skipped chunks
-        are not read.
-        """
-        waiting: dict[int, Sample] | None = {} if plan.skip else None  # those in the buffer while chunks are skipped
-
-        def entering() -> Iterator[Sample]:
-            for sample in self._samples(plan):
-                if waiting is None:
-                    sample()
-                else:
-                    waiting[id(sample)] = sample
-                yield sample
-
-        for number, chunk in enumerate(_shuffled(entering(), plan)):
-            if waiting is not None:
-                if number < plan.skip:
-                    for sample in chunk:
-                        del waiting[id(sample)]
-                    continue
-                for sample in waiting.values():
-                    sample()
-                waiting = None
-            yield [sample() for sample in chunk]
-
-    def lazy_chunks(self, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
-        """As :meth:`chunks`, of functions that return the items: of local shards nothing but headers is read before."""
-        for number, chunk in enumerate(_shuffled(self._samples(plan), plan)):
-            if number >= plan.skip:
-                yield list(chunk)
-
-    def prepare(self) -> None:
-        """Scan the local shards, so that processes that are started afterwards need not do it."""
-        for shard in filter(is_local, self._shards):
-            self._index(shard)
-
-    @property
-    def by_shards(self) -> bool:
-        """Whether :meth:`items` deals whole shards: if any is remote."""
-        return not all(map(is_local, self._shards))
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Of local shards a rank reads its own blocks, and pictures when they are loaded.
-
-        If any shard is remote, shard n belongs to rank n modulo ``world_size``, so that each is fetched once over all ranks.
-        With fewer shards than ranks, the ranks that share a shard all fetch it and take its blocks in turn.
-        """
-        if self.by_shards:
-            yield from deal_whole(self._shards, self._read, rank, world_size, block)
-            return
-        index = 0
-        for shard in self._shards:
-            for item in self._read(shard):
-                if index // block % world_size == rank:
-                    yield index, item() if callable(item) else item
-                index += 1
-
-    @property
-    def num_shards(self) -> int:
-        """How many shards there are."""
-        return len(self._shards)
-
-    def read_shard(self, number: int) -> Iterator[Item]:
-        """All items of a shard, in order. Of a local one the pictures are read when they are loaded."""
-        shard = self._shards[number]
-        for item in self._read(shard):
-            yield item() if callable(item) else item
-        self._indexes.pop(shard, None)  # of 100,000 shards they would fill the memory
-
-    def _read(self, shard: str) -> Iterable[Item | Callable[[], Item]]:
-        return self._items_by_number(shard) or self._stream(shard)
-
-    def _items_by_number(self, shard: str) -> list[Callable[[], Item]] | None:
-        index = self._index(shard) if is_local(shard) else None
-        if index is None or not index.seekable:
-            return None
-        reader = _ItemReader(self, shard, index)
-        return [partial(reader.item, number, images=False) for number in range(len(index))]
-
-    def _samples(self, plan: Plan) -> Iterator[Sample]:
-        for shard, slices, of in self._resample(plan) if self._resampled else deal_slices(self._shards, plan):
-            index = self._index(shard) if is_local(shard) else None
-            if index is None or not index.seekable:
-                for position, item in enumerate(self._stream(shard)):
-                    if position % of in slices:
-                        captions = 1 if plan.captions == "draw" or item.fault is not None else len(item.captions)
-                        yield from (Sample(lambda item=item: item, plan, n) for n in range(captions))  # type: ignore[misc]
-                continue
-            reader = _ItemReader(self, shard, index)
-            for position in range(len(index)):
-                if position % of in slices:
-                    captions = 1 if plan.captions == "draw" else reader.captions(position)
-                    yield from (Sample(partial(reader.item, position), plan, n) for n in range(captions))
-
-    def _resample(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
-        rng = random.Random(stable_hash("resample", plan.seed, plan.epoch, plan.rank, plan.worker, plan.workers))
-        while True:
-            yield rng.choice(self._shards), range(1), 1
-
-    def _index(self, shard: str) -> TarIndex:
-        """The index of a local shard; making it takes about 1 % of the decoding time."""
-        if shard not in self._indexes:
-            self._indexes[shard] = scan(shard)
-        return self._indexes[shard]
+    def _log_unread(self, files: Files) -> None:
+        """Log, once, the files that are not read."""
+        if not self._unread_logged and (unread := str(files)):
+            self._unread_logged = True
+            level = logging.WARNING if files.lose_samples else logging.INFO
+            log.log(level, "%s: files that are not read: %s", self.name, unread)
 
     def _stream(self, shard: str) -> Iterator[Item]:
         """The items of a shard that is read from its start to its end."""
-        if is_local(shard):
-            self._index(shard)  # which finds damage
-        image = ImageField(shard)
-
+        image, files, stems = ImageField(shard), Files(), set[str]()
         try:
-            for sample in stream(shard, lambda field: field == REGIONS and image.regions is False):
-                yield self.item(shard, sample, select_image(image, sample))
+            for sample in stream(shard, lambda field: field == REGIONS and image.regions is False, files):
+                apart = sample["__key__"] if sample["__key__"] in stems else ""
+                stems.add(sample["__key__"])
+                yield self.make_item(shard, sample, select_image(image, sample), apart=apart)
         except CoderError:
             raise
         except Exception as exc:
             unreadable(shard, exc)
+        self._log_unread(files)
 
-    def item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
-        """An item of a shard from a sample of :func:`~coder_plugin.data.tars.stream`; ``field`` is the image's field.
+    def make_item(self, shard: str, sample: dict[str, Any], field: str, *, apart: str = "") -> Item:
+        """An item of a shard, a bad sample where its files or captions cannot be used.
 
-        A bad sample where its files or captions cannot be used.
+        Args:
+            shard: its location.
+            sample: of :func:`~coder_plugin.data.tars.stream`.
+            field: the image's field; "" if it has none.
+            apart: a sample of the shard whose files are not next to each other, for messages.
         """
         location = f"{self._labels[shard]}/{sample['__key__']}"
         try:
@@ -283,31 +172,34 @@ class ShardSource:
                 if isinstance(fault := sample.get(name), BadSample):
                     raise fault
             extra = _metadata(sample.get("json"))
-            captions = check_captions(self._captions(sample, extra))
-            listed = None if self._negatives_key is None else extra.get(self._negatives_key)
+            captions = self._captions(sample, extra)
+            if apart and not captions:
+                raise BadSample("caption", f"it has no captions{_APART.format(apart)}")
+            captions = list(check_captions(captions))
+            listed = None if self.options.negatives_key is None else extra.get(self.options.negatives_key)
             negatives = () if listed is None else check_negatives(listed)
         except BadSample as fault:
             return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        load = partial(_load, field, sample.get(field), shard)
+        load = partial(_load, field, sample.get(field), shard, apart)
         paths = () if is_command(shard) else (local_path(shard),)
         member = sample.get("__names__", {}).get(field, f"{sample['__key__']}.{field}") if field else None
-        kept = {name: extra.get(name) for name in self._metadata}
-        return Item(key, captions, load, names, negatives=negatives, paths=paths, member=member, metadata=kept)
+        kept = {name: extra.get(name) for name in self.options.metadata}
+        return Item(key, tuple(captions), load, names, negatives=negatives, paths=paths, member=member, metadata=kept)
 
     def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
-        captions = extra.get(self._caption_key)
+        captions = extra.get(self.options.caption_key)
         if isinstance(captions, str):
             return [captions]
         if captions is not None and not isinstance(captions, list):
-            raise BadSample("caption", f"{self._caption_key!r} in its json field is not a list or a text")
+            raise BadSample("caption", f"{self.options.caption_key!r} in its json field is not a list or a text")
         if captions is not None:
             return captions
-        if self._caption_key != CAPTION_KEY:  # named explicitly: do not fall back to txt
+        if self.options.caption_key != CAPTION_KEY:  # named explicitly: do not fall back to txt
             keys = ", ".join(map(repr, extra)) or "none"
             raise BadSample(
-                "caption", f"no {self._caption_key!r} in its json field (caption_key); its keys are: {shorten(keys)}"
+                "caption", f"no {self.options.caption_key!r} in its json field (caption_key); its keys are: {shorten(keys)}"
             )
         if "txt" not in sample:
             return []
@@ -315,30 +207,122 @@ class ShardSource:
             text = sample["txt"].decode("utf-8")
         except UnicodeDecodeError:
             raise BadSample("caption", "its txt field is not UTF-8 text") from None
-        lines = text.removesuffix("\n").split("\n") if self._newline_captions else [text]
+        lines = text.removesuffix("\n").split("\n") if self.options.newline_captions else [text]
         return [line.strip() for line in lines]
 
-    def _count(self, captions: str) -> int | None:
-        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards without it."""
-        if captions == "draw" and (size := recorded_size(self._shards, remote=self.fetches)) is not None:
-            return size
-        if not all(map(is_local, self._shards)):
-            return None
-        if len(self._shards) > 100:
-            log.info("counting the samples of %d shards; a sizes.json in their folder avoids this", len(self._shards))
-        if captions == "draw":
-            count = sum(self._index(shard).images for shard in self._shards)
-        else:
-            count = sum(map(self._count_captions, self._shards))
-        if not count:
-            raise CoderError(f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards")
-        return count
 
-    def _count_captions(self, shard: str) -> int:
-        index = self._index(shard)
-        items = (item() for item in self._items_by_number(shard) or ()) if index.seekable else self._stream(shard)
-        index.captions = array("I", (max(1, len(item.captions)) for item in items))
-        return sum(index.captions)
+class LocalShards(ShardSource):
+    """Tar files on this machine: any sample at any time, at places that are found from headers alone.
+
+    Raises:
+        CoderError: when the first sample or their number is asked for: a damaged tar file.
+
+    Example:
+        >>> import io, os, tarfile, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tarfile.open(os.path.join(folder, "a.tar"), "w") as tar:
+        ...         for name in ("x.txt", "x.jpg", "y.txt", "y.jpg"):
+        ...             info = tarfile.TarInfo(name)
+        ...             info.size = 5
+        ...             tar.addfile(info, io.BytesIO(b"a dog"))
+        ...     source = open_shards(os.path.join(folder, "*.tar"))
+        ...     source.num_images, source.item(1).key, source.item(1).captions
+        (2, 'a/y', ('a dog',))
+    """
+
+    @cached_property
+    def indexes(self) -> list[TarIndex]:
+        """Where the samples of each shard are."""
+        indexes, files = scan_all(self._shards), Files()
+        for index in indexes:
+            files.update(index.files)
+        self._log_unread(files)
+        return indexes
+
+    @property
+    def groups(self) -> list[int]:
+        """The number of images of each shard."""
+        return [len(index) for index in self.indexes]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.groups))
+
+    @property
+    def num_images(self) -> int:
+        return self._ends[-1]
+
+    @cached_property
+    def caption_counts(self) -> list[int]:
+        """The number of captions of each image, at least 1."""
+        return [max(1, len(item.captions)) for _, item in self.items()]
+
+    def samples(self, captions: str, num_samples: int | None = None) -> int:
+        if not num_samples and not any(index.images for index in self.indexes):
+            counts: Counter[str] = sum((index.files.counts for index in self.indexes), Counter())
+            present = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(8)) or "none"
+            raise CoderError(
+                f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards; their files are: {present}"
+            )
+        total = self.num_images if check_mode(captions) == "draw" else sum(self.caption_counts)
+        return min(total, num_samples or total)
+
+    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
+        """As of :class:`~coder_plugin.data.source.Source`; pictures are read when they are loaded."""
+        for start in range(rank * block, self.num_images, world_size * block):
+            for number in range(start, min(start + block, self.num_images)):
+                yield number, self.item(number)
+
+    def item(self, index: int) -> Item:
+        """The image at a position in all shards; its picture is read when it is loaded."""
+        shard = bisect_right(self._ends, index)
+        return self._item(shard, self.indexes[shard], index - self._ends[shard] + len(self.indexes[shard]))
+
+    def _item(self, number: int, index: TarIndex, sample: int) -> Item:
+        shard = self._shards[number]
+        read = read_sample(shard, index, sample)
+        field = select_image(ImageField(shard, regions=index.regions), read)
+        return self.make_item(shard, read, field, apart=index.apart)
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order."""
+        every = self.__dict__.get("indexes")  # where only some shards are read, those of the others are not needed
+        index = scan(self._shards[number]) if every is None else every[number]
+        self._log_unread(index.files)
+        return (self._item(number, index, sample) for sample in range(len(index)))
+
+    def digest(self) -> dict[str, Any]:
+        """As of :class:`~coder_plugin.data.source.Source`."""
+        states = [(self._labels[shard], *state_of(shard)[1:]) for shard in self._shards]
+        return {"images": self.num_images, "files": hashlib.sha256(repr(states).encode()).hexdigest()}
+
+
+class ShardStream(ShardSource, Stream):
+    """Shards that are read from their start to their end: remote ones, those compressed as a whole, and resampled ones."""
+
+    _sizes = ", or a sizes.json beside the shards"
+
+    def __init__(
+        self, shards: Sequence[str], name: str, options: Options, *, labels: Mapping[str, str] | None = None,
+        resampled: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(shards, name, options, labels=labels)
+        self.resampled = resampled
+
+    @cached_property
+    def num_images(self) -> int | None:  # type: ignore[override]
+        """From ``sizes.json`` beside the shards; else local shards are read for it. None if it is not known."""
+        size = recorded_size(self._shards, remote=self.fetches)
+        if size is None and all(map(is_local, self._shards)):
+            return sum(sum(1 for _ in self.read_shard(number)) for number in range(self.num_shards))
+        return size
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order."""
+        return self._stream(self._shards[number])
+
+    def digest(self) -> dict[str, Any]:
+        return {"files": hashlib.sha256(repr([self._labels[shard] for shard in self._shards]).encode()).hexdigest()}
 
 
 def select_image(image: ImageField, sample: dict[str, Any]) -> str:
@@ -347,43 +331,6 @@ def select_image(image: ImageField, sample: dict[str, Any]) -> str:
     if image.regions is None and isinstance(content, bytes | Place):
         has_regions = has_features(io.BytesIO(content if isinstance(content, bytes) else content.read()))
     return image.select(sample, has_regions)
-
-
-def _shuffled(samples: Iterator[Sample], plan: Plan) -> Iterator[list[Sample]]:
-    """Chunks of samples, shuffled in a buffer."""
-    check_mode(plan.captions)
-    salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
-    shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
-    chunk: list[Sample] = []
-    for sample in shuffle.run(samples) if plan.shuffle_buffer > 1 else samples:
-        chunk.append(sample)
-        if len(chunk) == plan.batch_size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-class _ItemReader:
-    """The items of a local shard by number. The last one is kept: its captions follow each other as samples."""
-
-    def __init__(self, source: ShardSource, shard: str, index: TarIndex) -> None:
-        self._source, self._shard, self._index = source, shard, index
-        self._tar = TarReader(shard, index)
-        self._last: tuple[int, bool, Item] | None = None
-
-    def item(self, number: int, *, images: bool = True) -> Item:
-        if self._last is None or self._last[:2] != (number, images):
-            sample = self._tar.read(number, images=images)
-            image = ImageField(self._shard)
-            image.regions = self._index.regions_before(number)
-            self._last = number, images, self._source.item(self._shard, sample, select_image(image, sample))
-        return self._last[2]
-
-    def captions(self, number: int) -> int:
-        if self._index.captions is not None:
-            return self._index.captions[number]
-        return max(1, len(self.item(number, images=False).captions))
 
 
 def _metadata(text: bytes | None) -> dict[str, Any]:
@@ -400,9 +347,9 @@ def _metadata(text: bytes | None) -> dict[str, Any]:
     return content
 
 
-def _load(field: str, image: Any, shard: str) -> Image | Regions:
+def _load(field: str, image: Any, shard: str, apart: str = "") -> Image | Regions:
     if not field:
-        raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}")
+        raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}{_APART.format(apart) if apart else ''}")
     if isinstance(image, Place):
         image = image.read()
     return decode_npz(image, shard) if field == REGIONS else decode_image(image)

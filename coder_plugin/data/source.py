@@ -1,19 +1,14 @@
-"""The interface of data sets: samples in chunks for training, every image once for evaluation.
-
-A chunk is a batch before decoding. Which chunks a logical worker gets depends on the plan alone, so an epoch can be resumed at
-any chunk without decoding the ones before, and workers need not communicate.
-"""
+"""The interface of data sets, what all readers check of texts, and how images are decoded."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,39 +20,15 @@ from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.errors import CoderError
 
 CAPTIONS = ("draw", "all")
-#: Positions from one shard to the next where shards are dealt as wholes (:func:`by_shards`); no shard has so many samples.
-SHARD = 1 << 32
 #: Longest caption, and longest word in one, in characters: the time of CLIP's tokenizer grows with the square of a word.
 LONGEST_CAPTION, LONGEST_WORD = 20_000, 2_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which chunks of an epoch one worker of one rank yields.
-
-    Args:
-        captions: ``draw`` uses each image once an epoch with one of its captions, so that no two captions in a batch share
-            an image; ``all`` makes every caption a sample.
-        skip: number of this worker's chunks to skip without decoding.
-        start: the state of a chunk at or before ``skip`` (:class:`~coder_plugin.data.streams.Chunks`), from which a source may
-            read on; None: none.
-    """
-
-    seed: int
-    epoch: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    worker: int = 0
-    workers: int = 1
-    skip: int = 0
-    captions: str = "draw"
-    shuffle_buffer: int = 2000
-    start: Any = None
-
-
 class Source(Protocol):
-    """A data set for :class:`~coder_plugin.data.loader.TrainLoader` and ``evaluation_batches``."""
+    """A data set for :class:`~coder_plugin.data.loader.TrainLoader` and ``evaluation_batches``.
+
+    It gives any image at any time (:class:`Indexed`), or it is a :class:`~coder_plugin.data.streams.Stream`.
+    """
 
     name: str
 
@@ -68,33 +39,36 @@ class Source(Protocol):
     def samples(self, captions: str, num_samples: int | None = None) -> int:
         """Samples of an epoch over all ranks; ``num_samples`` is the user's option."""
 
-    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Chunks of ``plan.batch_size`` items with one caption each (:func:`one_caption`); the last may be smaller."""
-
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         """Every image once over all ranks, with its position in the data set; blocks of images are dealt to ranks in turn.
 
-        Positions ascend in the order of the data. They count the images, unless :func:`by_shards`.
+        Positions ascend in the order of the data. They count the images, unless it is a stream.
         """
 
-
-def by_shards(source: Any) -> bool:
-    """Whether a source deals whole shards to ranks, because some are remote and a rank would have to fetch them all.
-
-    How many images the shards before another have is then not known, so the positions of shard n begin at ``n * SHARD``.
-    """
-    return bool(getattr(source, "by_shards", False))
+    def digest(self) -> dict[str, Any]:
+        """What tells whether the data are still the same, as JSON values: the keys are those of
+        :data:`~coder_plugin.data.loader.CHANGES`. Pictures are not read."""
 
 
-def block_of(position: int, block: int) -> int:
-    """The number of the block of ``block`` images that a position is in. No block spans two shards that are dealt as wholes.
+class Indexed(Source, Protocol):
+    """A data set that gives any image at any time."""
 
-    Example:
-        >>> block_of(9, 4), block_of(SHARD + 3, 4) == block_of(SHARD, 4)
-        (2, True)
-    """
-    shard, number = divmod(position, SHARD)
-    return shard * SHARD + number // block
+    @property
+    def groups(self) -> Sequence[int]:
+        """How many of the images in their order lie together on the disk, such as those of each shard."""
+
+    @property
+    def caption_counts(self) -> Sequence[int]:
+        """The number of captions of each image, at least 1."""
+
+    def item(self, index: int) -> Item:
+        """The image at a position in the data set, from 0."""
+
+
+def is_stream(source: Any) -> bool:
+    """Whether a source is a :class:`~coder_plugin.data.streams.Stream`, or regions that are joined to the captions of one."""
+    inner = getattr(source, "captions", source)
+    return hasattr(inner, "read_shard") and not hasattr(inner, "item")
 
 
 class ItemSource:
@@ -116,8 +90,8 @@ class ItemSource:
         >>> source = ItemSource([Item(f"{n}.jpg", ("a dog", "a cat"), lambda: None) for n in range(3)])
         >>> source.samples("draw"), source.samples("all")
         (3, 6)
-        >>> [[item.key for item in chunk] for chunk in source.chunks(Plan(seed=0, epoch=0, batch_size=2))]
-        [['2.jpg', '1.jpg'], ['0.jpg']]
+        >>> source.item(2).key
+        '2.jpg'
     """
 
     def __init__(self, items: Sequence[Item], *, name: str = "items", columns: Sequence[str] = ()) -> None:
@@ -128,26 +102,19 @@ class ItemSource:
         if all(item.fault is not None for item in self._items):
             first = self._items[0]
             raise CoderError(f"{name}: none of {len(items)} images can be used; image {first.key!r}: {first.fault}")
-        self._ends = list(accumulate(max(1, len(item.captions)) for item in self._items))
+        self.caption_counts = [max(1, len(item.captions)) for item in self._items]
 
     @property
     def num_images(self) -> int:
         return len(self._items)
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        total = len(self._items) if check_mode(captions) == "draw" else self._ends[-1]
+        total = len(self._items) if check_mode(captions) == "draw" else sum(self.caption_counts)
         return min(total, num_samples or total)
 
-    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """One permutation an epoch, dealt sample by sample to ranks and chunk by chunk to workers.
-
-        A rank's batches do not depend on the number of workers.
-        """
-        rng = torch.Generator().manual_seed(stable_hash("order", plan.seed, plan.epoch))
-        order = torch.randperm(self.samples(plan.captions), generator=rng)[plan.rank :: plan.world_size].tolist()
-        size = plan.batch_size
-        for start in range((plan.worker + plan.skip * plan.workers) * size, len(order), plan.workers * size):
-            yield [self._sample(index, plan) for index in order[start : start + size]]
+    @property
+    def groups(self) -> list[int]:
+        return [len(self._items)]
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for start in range(rank * block, len(self._items), world_size * block):
@@ -155,39 +122,28 @@ class ItemSource:
                 yield index, self._items[index]
 
     def item(self, index: int) -> Item:
-        """The item at a position in the data set, from 0."""
         return self._items[index]
 
-    def _sample(self, index: int, plan: Plan) -> Item:
-        if plan.captions == "draw":
-            return draw_caption(self._items[index], seed=plan.seed, epoch=plan.epoch)
-        image = bisect_right(self._ends, index)
-        item = self._items[image]
-        return item if item.fault is not None else one_caption(item, index - self._ends[image] + len(item.captions))
+    def digest(self) -> dict[str, Any]:
+        names, texts, files = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+        for item in self._items:
+            names.update(repr(item.key).encode())
+            texts.update(repr((item.captions, item.negatives, str(item.fault))).encode())
+            files.update(repr(_state(item.paths)).encode())
+        return {
+            "images": len(self._items), "names": names.hexdigest(), "captions": texts.hexdigest(), "files": files.hexdigest()
+        }
 
 
-def lazy_chunks(source: Any, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
-    """The chunks of a source as functions that return the items, so that samples of others need not be read.
-
-    Args:
-        source: with ``chunks(plan)``, and with ``lazy_chunks(plan)`` if reading a sample costs something.
-        plan: which chunks.
-    """
-    if hasattr(source, "lazy_chunks"):
-        yield from source.lazy_chunks(plan)
-    else:
-        for chunk in source.chunks(plan):
-            yield [partial(_same, item) for item in chunk]
-
-
-def prepare(source: Any) -> None:
-    """Let a source find out now what each of its readers would have to find out, such as where samples are."""
-    if hasattr(source, "prepare"):
-        source.prepare()
-
-
-def _same(item: Item) -> Item:
-    return item
+def _state(paths: Sequence[str]) -> tuple[int, int] | None:
+    """Size and time of a picture's file, the first of ``paths`` that exists."""
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):
+            continue
+        return status.st_size, status.st_mtime_ns
+    return None
 
 
 def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:
@@ -296,6 +252,12 @@ def preserved_rng() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
+def rng_states() -> tuple[Any, ...]:
+    """The states of torch's, Python's and NumPy's CPU generators, to compare."""
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), rest
+
+
 def seed_rng(*parts: object) -> None:
     """Seed torch's, Python's and NumPy's CPU generators from ``parts``. (``torch.manual_seed`` would also reseed CUDA.)"""
     seed = stable_hash(*parts)
@@ -313,21 +275,25 @@ def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A decoded chunk: its rows and its bad samples. Without rows there are no tensors."""
+    """Samples that were decoded together: their rows, and the bad ones. Without rows there are no tensors."""
 
-    worker: int
+    worker: int  # of a stream; else 0
     bad: list[Bad] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and further ones) or index
-    good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
+    good: list[int] = field(default_factory=list)  # which samples the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
     learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
-    state: Any = None  # from which its source can make it again (streams.Chunks)
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0
+
+    @property
+    def count(self) -> int:
+        """How many samples it is made of."""
+        return len(self.good) + len(self.bad)
 
     def rows(self, start: int, stop: int | None = None) -> Chunk:
         return replace(self, tensors=map_tensors(lambda each: each[start:stop], self.tensors))

@@ -1,35 +1,117 @@
-"""Train from a stream of shards that is read in order, and resume inside a shard with the same batches.
+"""Data that are read in order: remote and compressed shards, and streamed data sets of Hugging Face's ``datasets``.
 
-A streamed data set of Hugging Face's ``datasets`` saves its place (``state_dict``) and continues there (``load_state_dict``),
-but what its own shuffle buffer holds is then lost. So the buffer is ours. Sample n of a worker is delayed by a number of places
-below ``shuffle_buffer``, a hash of the seed and n: its place in the order does not depend on what was read before. After a
-restart the buffer is filled again from a state at most one and a quarter buffers old.
+A worker reads its part of the shards through webdataset's pipeline, which shuffles samples in a buffer. In the middle of an
+epoch a run continues exactly, on as many ranks and workers: each reads its part again, without decoding what was used.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coder_plugin.data.dealing import Sample, deal_slices, deal_whole
+import webdataset as wds
+
 from coder_plugin.data.item import Item, stable_hash
-from coder_plugin.data.source import Plan, check_mode
+from coder_plugin.data.source import check_mode, draw_caption, one_caption
 from coder_plugin.errors import CoderError
 
-#: A place in a worker's part of an epoch: ``shard`` and ``sample`` (their numbers in the part), ``position`` in the shard, and
-#: the state of the ``dataset``, which is None at the start of a shard.
-Mark = dict[str, Any]
+#: Positions from one shard to the next; no shard has so many samples.
+STRIDE = 1 << 32
+#: Samples from which the next one is drawn.
+BUFFER = 2000
 #: What ``datasets.interleave_datasets`` reads with.
 _INTERLEAVING = ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable")
 
 
-class StreamSource:
-    """A streamed data set of Hugging Face's ``datasets``, divided between ranks and workers as tar shards are.
+def deal(shards: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, range]]:
+    """A worker's part of shards in an epoch's order, as (shard, slices); sample n of a shard is in slice n modulo ``parts``.
 
-    A shard is read by one worker, or by two where a run of shards ends inside it (:mod:`coder_plugin.data.dealing`); with fewer
-    shards than workers, those that share one all read it. For evaluation whole shards are dealt.
+    The sequence of all slices is cut into equal runs. So a part shares at most the shards at the two ends of its run with
+    others, none where the parts divide the shards evenly, and no part is idle where there are fewer shards than parts.
+
+    Example:
+        >>> list(deal([0, 1, 2], 0, 2)), list(deal([0, 1, 2], 1, 2))
+        ([(0, range(0, 2)), (1, range(0, 1))], [(1, range(1, 2)), (2, range(0, 2))])
+    """
+    start = part * len(shards)  # a run has as many slices as there are shards
+    for number in range(start // parts, len(shards)):
+        first, last = max(start - number * parts, 0), min(start + len(shards) - number * parts, parts)
+        if first >= last:
+            return
+        yield shards[number], range(first, last)
+
+
+class Stream:
+    """A data set in shards, each read from its start to its end. Subclasses have ``num_shards`` and ``read_shard``."""
+
+    name = "stream"
+    num_shards: int
+    #: The number of images; None if it is not known.
+    num_images: int | None = None
+    buffer = BUFFER
+    #: Whether shards are drawn with replacement, endlessly.
+    resampled = False
+    #: Where the number of samples may come from, for a message.
+    _sizes = ""
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order."""
+        raise NotImplementedError
+
+    def samples(self, captions: str, num_samples: int | None = None) -> int:
+        count = num_samples or (self.num_images if check_mode(captions) == "draw" else None)
+        if count is None:
+            raise CoderError(f"{self.name}: the number of samples is unknown: give --train-num-samples{self._sizes}")
+        return count
+
+    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
+        """As of :class:`~coder_plugin.data.source.Source`, but shard n belongs to rank n modulo ``world_size``, so that each is
+        read once, and the positions of its items begin at n times :data:`STRIDE`."""
+        for shard in range(rank, self.num_shards, world_size):
+            for number, item in enumerate(self.read_shard(shard)):
+                yield shard * STRIDE + number, item
+
+    def part(self, part: int, parts: int, *, seed: int, epoch: int, captions: str, skip: int = 0) -> Iterator[Item]:
+        """The training samples of an epoch for one of ``parts`` workers of all ranks, shuffled, each with one caption.
+
+        Args:
+            part, parts: which worker, and how many all ranks have.
+            seed, epoch: of the order and of drawn captions.
+            captions: as of :class:`~coder_plugin.data.loader.TrainLoader`.
+            skip: samples to leave out at the start.
+        """
+        check_mode(captions)
+
+        def samples() -> Iterator[Item]:
+            for shard, slices in self._dealt(part, parts, seed, epoch):
+                for number, item in enumerate(self.read_shard(shard)):
+                    if number % parts in slices:
+                        if captions == "draw" or item.fault is not None:
+                            yield draw_caption(item, seed=seed, epoch=epoch)
+                        else:
+                            yield from (one_caption(item, which) for which in range(len(item.captions)))
+
+        salt = stable_hash("buffer", seed, epoch, part, parts)
+        shuffle = wds.detshuffle(bufsize=self.buffer, initial=max(1, self.buffer // 4), seed=salt)
+        return iter(wds.DataPipeline(samples, shuffle, wds.slice(skip, None)))
+
+    def _dealt(self, part: int, parts: int, seed: int, epoch: int) -> Iterator[tuple[int, range]]:
+        if self.resampled:
+            rng = random.Random(stable_hash("resample", seed, epoch, part, parts))
+            while True:
+                yield rng.randrange(self.num_shards), range(parts)
+        order = list(range(self.num_shards))
+        random.Random(stable_hash("shards", seed, epoch)).shuffle(order)
+        yield from deal(order, part, parts)
+
+    def digest(self) -> dict[str, Any]:
+        """As of :class:`~coder_plugin.data.source.Source`: of a stream no more than the number of shards is known."""
+        return {"shards": self.num_shards}
+
+
+class StreamSource(Stream):
+    """A streamed data set of Hugging Face's ``datasets``.
 
     Args:
         dataset: a ``datasets.IterableDataset`` that is neither shuffled nor interleaved.
@@ -41,7 +123,7 @@ class StreamSource:
         CoderError: the data set is shuffled or interleaved.
     """
 
-    by_shards = True
+    _sizes = ", or read the data set whole (hf:NAME, or load_dataset without streaming=True)"
 
     def __init__(
         self,
@@ -63,131 +145,13 @@ class StreamSource:
             )
         self.name, self.num_images = name, num_images
         self._dataset, self._make_item = dataset, make_item
-        self._shards = range(dataset.num_shards)
-
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        count = num_samples or (self.num_images if check_mode(captions) == "draw" else None)
-        if count is None:
-            raise CoderError(
-                f"{self.name}: the number of samples of a stream is unknown: give it (--train-num-samples), or read the data "
-                "set whole (hf:NAME, or load_dataset without streaming=True)"
-            )
-        return count
-
-    def chunks(self, plan: Plan) -> Chunks:
-        return Chunks(self._shuffled(plan))
-
-    def lazy_chunks(self, plan: Plan) -> Iterator[list[Sample]]:
-        """As :meth:`chunks`, of functions that return the items."""
-        for samples, _ in self._shuffled(plan):
-            yield samples
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        yield from deal_whole(self._shards, self._read, rank, world_size, block)
-
-    @property
-    def num_shards(self) -> int:
-        """How many shards there are."""
-        return len(self._shards)
+        self.num_shards = dataset.num_shards
 
     def read_shard(self, number: int) -> Iterator[Item]:
-        """All items of a shard, in order."""
-        return self._read(number)
-
-    def _read(self, shard: int) -> Iterator[Item]:
-        for position, row in enumerate(_rows(self._shard(shard))):
-            yield self._item(row, shard, position)
-
-    def _shard(self, shard: int) -> Any:
-        return self._dataset.shard(num_shards=len(self._shards), index=shard, contiguous=True)
-
-    def _item(self, row: Mapping[str, Any], shard: int, position: int) -> Item:
-        return self._make_item(row, f"{shard}/{position}")
-
-    def _samples(self, plan: Plan, start: Mark) -> Iterator[tuple[int, Sample, Mark | None]]:
-        """The samples of a worker's part from ``start`` on, with their numbers in it; at times with the place before one."""
-        number, marked = start["sample"], start["sample"]
-        for place, (shard, slices, of) in enumerate(deal_slices(self._shards, plan)):
-            if place < start["shard"]:
-                continue
-            dataset, position = self._shard(shard), 0
-            if place == start["shard"] and start["dataset"] is not None:
-                dataset.load_state_dict(start["dataset"])
-                position = start["position"]
-            rows, mark = _rows(dataset), None
-            while True:
-                if number >= marked + plan.shuffle_buffer // 4:
-                    state = dataset.state_dict() if position else None
-                    mark = {"shard": place, "position": position, "sample": number, "dataset": state}
-                    marked = number
-                if (row := next(rows, None)) is None:
-                    break
-                if position % of in slices:
-                    item = self._item(row, shard, position)
-                    captions = 1 if plan.captions == "draw" or item.fault is not None else len(item.captions)
-                    for caption in range(captions):
-                        yield number, Sample(lambda item=item: item, plan, caption), mark  # type: ignore[misc]
-                        number, mark = number + 1, None
-                position += 1
-
-    def _shuffled(self, plan: Plan) -> Iterator[tuple[list[Sample], dict[str, Any]]]:
-        """Chunks from ``plan.skip`` on, each with the state from which it can be made again."""
-        check_mode(plan.captions)
-        start = _checked(plan.start, self.name)
-        if start is None or start["chunk"] > plan.skip:
-            start = {"chunk": 0, "last": [-1, -1], "mark": {"shard": 0, "position": 0, "sample": 0, "dataset": None}}
-        salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
-        buffer: list[tuple[int, int, Sample]] = []  # a heap, by the place that a sample moves to
-        marks, number, last, chunk = deque([start["mark"]]), start["chunk"], tuple(start["last"]), []
-        state = start
-
-        def leaving(before: float) -> Iterator[Sample]:
-            nonlocal last
-            while buffer and buffer[0][0] <= before:
-                *place, sample = heapq.heappop(buffer)
-                if tuple(place) > last:  # else it left before the state was saved
-                    last = tuple(place)
-                    yield sample
-
-        def arriving() -> Iterator[Sample]:
-            for index, sample, mark in self._samples(plan, start["mark"]):
-                if mark is not None:
-                    marks.append(mark)
-                delay = stable_hash("delay", salt, index) % max(1, plan.shuffle_buffer)
-                heapq.heappush(buffer, (index + delay, index, sample))
-                yield from leaving(index)
-            yield from leaving(float("inf"))
-
-        for sample in arriving():
-            chunk.append(sample)
-            if len(chunk) == plan.batch_size:
-                if number >= plan.skip:
-                    yield chunk, state
-                number, chunk = number + 1, []
-                # what has not left has a later place, and no sample moves by a whole buffer
-                while len(marks) > 1 and marks[1]["sample"] <= last[0] - plan.shuffle_buffer + 1:
-                    marks.popleft()
-                state = {"chunk": number, "last": list(last), "mark": marks[0]}
-        if chunk and number >= plan.skip:
-            yield chunk, state
-
-
-class Chunks(Iterator[list[Item]]):
-    """Chunks of items. ``state`` is that of the last one: a plan that starts with it reads on from there."""
-
-    def __init__(self, chunks: Iterator[tuple[list[Sample], dict[str, Any]]]) -> None:
-        self._chunks = chunks
-        self.state: dict[str, Any] | None = None
-
-    def __next__(self) -> list[Item]:
-        samples, self.state = next(self._chunks)
-        return [sample() for sample in samples]
-
-
-def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows of one shard. (Iterating over the data set itself would divide it between a loader's workers.)"""
-    for batch in dataset.iter(batch_size=1):
-        yield {name: values[0] for name, values in batch.items()}
+        shard = self._dataset.shard(num_shards=self.num_shards, index=number, contiguous=True)
+        rows = shard.iter(batch_size=1)  # iterating over the data set itself would divide it between a loader's workers
+        for position, batch in enumerate(rows):
+            yield self._make_item({name: values[0] for name, values in batch.items()}, f"{number}/{position}")
 
 
 def _passes_through(examples: Any, *names: str) -> bool:
@@ -196,17 +160,3 @@ def _passes_through(examples: Any, *names: str) -> bool:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return any(_passes_through(each, *names) for each in inner if each is not None)
-
-
-def _checked(start: Any, name: str) -> dict[str, Any] | None:
-    """The state of a checkpoint, if it has the form of those that are made here."""
-    if start is None:
-        return None
-    try:
-        mark = start["mark"]
-        counts = [start["chunk"], mark["shard"], mark["position"], mark["sample"], *(count + 1 for count in start["last"])]
-        if len(start["last"]) == 2 and all(type(count) is int and count >= 0 for count in counts) and "dataset" in mark:
-            return start
-    except (KeyError, TypeError):
-        pass
-    raise CoderError(f"{name}: the checkpoint's place in the stream does not have the form that this version saves")

@@ -1,30 +1,53 @@
-"""Samples of local shards by their places: found from headers alone, and each read without those before it."""
+"""Samples of local shards by number: their places are found from headers alone, and each is read without those before it."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import logging
+import os
 import tarfile
-import weakref
+import threading
+import time
+import zipfile
 from array import array
-from collections import OrderedDict
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch.utils.data import DataLoader
+
 from coder_plugin.data.tars import (
-    FIELDS,
     IMAGE_FIELDS,
     REGIONS,
     CheckedTarInfo,
+    Files,
     ImageField,
     add_file,
     has_features,
-    members,
+    headers,
+    local_path,
     open_local,
-    sample_file,
     too_large,
     unreadable,
 )
+from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_write
+
+log = logging.getLogger(__name__)
+#: Tar files that a process keeps open.
+MOST_OPEN = 64
+#: Places that took longer to find than so many seconds are kept for the next run.
+_WORTH_KEEPING = 1.0
+#: Shards from which on several processes read the headers, and how many.
+_MANY, _PROCESSES = 200, 8
+_FORMAT = 1  # of the file of places
 
 
 @dataclass
@@ -35,70 +58,163 @@ class TarIndex:
         starts: the place of each sample's first file, and at last where the samples end; in bytes.
         images: number of samples with an image.
         regions: whether ``npz`` files are regions; None where it could not be determined.
-        undecided: number of samples at the start that were needed to determine this.
-        seekable: whether samples can be read by their places: not so in a tar file that is compressed as a whole.
-        pax_headers: properties of all files.
-        captions: number of captions of each sample, at least 1, where they have been counted.
+        changed: when the shard was changed last, in nanoseconds.
+        apart: a sample whose files are not next to each other; "" if there is none.
+        files: the shard's files.
     """
 
-    starts: array[int] = field(default_factory=lambda: array("Q"))
+    starts: np.ndarray[Any, np.dtype[np.uint64]]
     images: int = 0
     regions: bool | None = None
-    undecided: int = 0
-    seekable: bool = True
-    pax_headers: dict[str, str] = field(default_factory=dict)
-    captions: array[int] | None = None
+    changed: int = 0
+    apart: str = ""
+    files: Files = field(default_factory=Files)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def regions_before(self, number: int) -> bool | None:
-        """What is known of :attr:`regions` before a sample is read."""
-        return None if number < self.undecided else self.regions
-
 
 def scan(shard: str) -> TarIndex:
-    """The index of a local shard, whose headers are read, and at most a few of its ``npz`` files.
-
-    Args:
-        shard: its path.
+    """The index of a local shard that is not compressed, whose headers are read, and at most a few of its ``npz`` files.
 
     Raises:
         CoderError: the tar file is damaged.
     """
-    index, image = TarIndex(), ImageField(shard)
-    stem, found, has_regions, end = None, set[str](), None, 0
-
-    def finish() -> None:
-        index.undecided += image.regions is None
-        index.images += bool(image.select(found, has_regions))
-
-    for tar, _, _, member in members(shard):
+    image, files, starts = ImageField(shard), Files(), array("Q")
+    stem, fields, has_regions, end, images, apart = None, set[str](), None, 0, 0, ""
+    changed = state_of(shard)[2]
+    stems: set[str] = set()
+    for tar, member in headers(shard):
+        if not isinstance(tar.fileobj, io.BufferedReader):
+            unreadable(shard, ValueError("it is compressed as a whole: name it .tar.gz, or unpack it"))
         tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-        name = sample_file(member)
-        if name is None or name[1] not in FIELDS:
+        name = files.add(member)
+        if name is None or (name[1] == REGIONS and image.regions is False):
             continue
         if name[0] != stem:
             if stem is not None:
-                finish()
+                images += bool(image.select(fields, has_regions))
             if name[1] == REGIONS and image.regions is False:
                 stem = None
                 continue
-            stem, found, has_regions = name[0], set(), None
-            index.starts.append(member.offset)
-        elif name[1] == REGIONS and image.regions is False:
-            continue
-        found.add(name[1])
+            stem, fields, has_regions = name[0], set(), None
+            apart = apart or (stem if stem in stems else "")
+            stems.add(stem)
+            starts.append(member.offset)
+        fields.add(name[1])
         if name[1] == REGIONS and image.regions is None and too_large(REGIONS, member.size) is None:
             has_regions = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
         end = tar.offset  # type: ignore[attr-defined]
-        index.seekable = isinstance(tar.fileobj, io.BufferedReader)
-        index.pax_headers = dict(tar.pax_headers)
     if stem is not None:
-        finish()
-    index.starts.append(end)
-    index.regions = image.regions
-    return index
+        images += bool(image.select(fields, has_regions))
+    starts.append(end)
+    return TarIndex(np.array(starts, np.uint64), images, image.regions, changed, apart, files)
+
+
+def scan_all(shards: Sequence[str]) -> list[TarIndex]:
+    """The indexes of local shards. Those that took over a second to make are kept in the user's folder of caches
+    (``$XDG_CACHE_HOME/coder_plugin``, by default in ``~/.cache``), for shards of the same paths, sizes and times.
+
+    Raises:
+        CoderError: a tar file is damaged.
+    """
+    states = hashlib.sha256(repr([_FORMAT, *map(state_of, shards)]).encode()).hexdigest()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(base, "coder_plugin", f"tars-{states}.npz")
+    if (kept := _load(path, len(shards))) is not None:
+        return kept
+    start, processes = time.monotonic(), 0
+    if len(shards) >= _MANY:
+        processes = min(_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        log.info("reading the headers of %s shards", f"{len(shards):,}")
+    tasks: DataLoader[Any] = DataLoader(
+        list(shards),  # type: ignore[arg-type]  # a list is a data set
+        batch_size=None,
+        collate_fn=_scan,  # type: ignore[arg-type]  # without batch_size it receives single items
+        num_workers=processes if processes > 1 else 0,
+        worker_init_fn=start_worker,
+    )
+    indexes = []
+    for index in tasks:
+        if isinstance(index, CoderError):
+            raise index
+        indexes.append(index)
+    if time.monotonic() - start > _WORTH_KEEPING:
+        _save(path, indexes)
+    return indexes
+
+
+def _scan(shard: str) -> TarIndex | CoderError:
+    try:
+        return scan(shard)
+    except CoderError as error:  # as an object, so that a worker's traceback does not hide its message
+        return CoderError(str(error))
+
+
+def state_of(shard: str) -> tuple[str, int, int]:
+    """What tells whether a shard is still the same: its path, size and time."""
+    path = os.path.realpath(local_path(shard))
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        unreadable(shard, error)
+    return path, status.st_size, status.st_mtime_ns
+
+
+def _save(path: Path, indexes: Sequence[TarIndex]) -> None:
+    notes = [
+        {"images": each.images, "regions": each.regions, "changed": each.changed, "apart": each.apart}
+        | {"counts": each.files.counts, "examples": each.files.examples}
+        for each in indexes
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, "wb") as file:
+            lengths = [len(each.starts) for each in indexes]
+            starts = np.concatenate([each.starts for each in indexes])
+            np.savez(file, notes=np.frombuffer(json.dumps(notes).encode(), np.uint8), lengths=lengths, starts=starts)
+    except OSError as error:  # a folder that may not be written, a full disk: the next run reads the headers again
+        log.info("%s: places of samples are not kept: %s", path, error)
+
+
+def _load(path: Path, count: int) -> list[TarIndex] | None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            notes, lengths, starts = json.loads(arrays["notes"].tobytes()), arrays["lengths"], arrays["starts"]
+        if not (len(notes) == len(lengths) == count and lengths.sum() == len(starts) and starts.dtype == np.uint64):
+            return None
+        indexes = []
+        for note, part in zip(notes, np.split(starts, np.cumsum(lengths)[:-1]), strict=True):
+            files = Files()
+            files.counts, files.examples = Counter(note["counts"]), dict(note["examples"])
+            indexes.append(TarIndex(part, note["images"], note["regions"], note["changed"], note["apart"], files))
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+    return indexes
+
+
+class _Tar(tarfile.TarFile):
+    """A tar file that is closed when it is no longer used."""
+
+    def __del__(self) -> None:
+        if self.fileobj is not None:
+            self.fileobj.close()
+
+
+@lru_cache(maxsize=MOST_OPEN)
+def _open(shard: str, changed: int, process: int, thread: int) -> _Tar:
+    """An open shard. Forked processes and threads, which would share the place in the file, have their own."""
+    file = open_local(shard)
+    tar = _Tar.taropen("", fileobj=file, tarinfo=CheckedTarInfo)  # type: ignore[call-arg,arg-type]
+    tar.firstmember = None  # type: ignore[attr-defined]  # it was read to recognise a tar file
+    return tar
+
+
+def _current(shard: str, changed: int) -> _Tar:
+    tar = _open(shard, changed, os.getpid(), threading.get_ident())
+    if os.fstat(tar.fileobj.fileno()).st_mtime_ns != changed:  # type: ignore[union-attr,attr-defined]
+        raise tarfile.ReadError("it has changed since its headers were read")
+    return tar
 
 
 @dataclass(frozen=True)
@@ -109,18 +225,20 @@ class Place:
         shard: the path of the tar file.
         offset: where the content begins, in bytes.
         size: its length in bytes.
+        changed: when the shard was changed last, in nanoseconds.
     """
 
     shard: str
     offset: int
     size: int
+    changed: int
 
     def read(self) -> bytes:
         """The content; ``CoderError`` if the shard is no longer what it was."""
         try:
-            with open_local(self.shard) as file:
-                file.seek(self.offset)
-                content = file.read(self.size)
+            file: Any = _current(self.shard, self.changed).fileobj
+            file.seek(self.offset)
+            content: bytes = file.read(self.size)
             if len(content) < self.size:
                 raise tarfile.ReadError(f"it ends before byte {self.offset + self.size}: it has changed")
         except Exception as exc:
@@ -128,84 +246,52 @@ class Place:
         return content
 
 
-#: Shards that readers of a process keep open.
-MOST_OPEN = 64
-_opened: OrderedDict[int, weakref.ref[TarReader]] = OrderedDict()
-
-
-class TarReader:
-    """Reads samples of a local shard by their places. Within a shard's order it reads on; else it seeks.
+def read_sample(shard: str, index: TarIndex, number: int) -> dict[str, Any]:
+    """A sample of a local shard as of :func:`~coder_plugin.data.tars.stream`, but with a :class:`Place` for each image.
 
     Args:
-        shard: the path of the tar file.
-        index: of it (:func:`scan`).
+        shard: its location.
+        index: of it.
+        number: the sample's position in it.
+
+    Raises:
+        CoderError: the shard is no longer what it was.
     """
+    try:
+        return _read(shard, index, number)
+    except CoderError:
+        raise
+    except Exception as exc:
+        unreadable(shard, exc)
 
-    def __init__(self, shard: str, index: TarIndex) -> None:
-        self._tar: tarfile.TarFile | None = None
-        self._shard, self._index = shard, index
 
-    def read(self, number: int, *, images: bool = True) -> dict[str, Any]:
-        """A sample as of :func:`~coder_plugin.data.tars.stream`.
+def _read(shard: str, index: TarIndex, number: int) -> dict[str, Any]:
+    tar: Any = _current(shard, index.changed)
+    start, end = index.starts[number : number + 2].tolist()
+    tar.offset = start
+    tar.fileobj.seek(start)  # next() seeks too, but not to the file's start
+    files, sample = Files(), dict[str, Any]()
+    while tar.offset < end:
+        member = tar.next()
+        tar.members = []
+        if member is None or member.offset >= end:
+            raise tarfile.ReadError(f"no sample is at byte {start}: it has changed")
+        if (name := files.add(member)) is None:
+            continue
+        stem, name_field = name
+        if sample.setdefault("__key__", stem) != stem:
+            if name_field == REGIONS and index.regions is False:
+                continue  # an archive that is not read, of a sample that has nothing else
+            raise tarfile.ReadError(f"two samples are at byte {start}: it has changed")
+        if name_field == REGIONS and index.regions is False:
+            continue
+        if name_field in IMAGE_FIELDS:
+            content: Any = Place(shard, member.offset_data, member.size, index.changed)
+        else:
+            content = tar.extractfile(member).read() if too_large(name_field, member.size) is None else b""
+        add_file(sample, name_field, member, partial(_same, content))
+    return sample
 
-        Args:
-            number: its position in the shard.
-            images: whether to read its images too; else they are a :class:`Place` each.
 
-        Raises:
-            CoderError: the shard is no longer what it was.
-        """
-        try:
-            return self._read(number, images)
-        except CoderError:
-            raise
-        except Exception as exc:
-            unreadable(self._shard, exc)
-
-    def _read(self, number: int, images: bool) -> dict[str, Any]:
-        tar = self._open()
-        start, end = self._index.starts[number : number + 2]
-        tar.offset = start  # type: ignore[attr-defined]
-        tar.fileobj.seek(start)  # type: ignore[union-attr]  # next() seeks too, but not to the file's start
-        left_out = {REGIONS} if self._index.regions_before(number) is False else set()
-        sample: dict[str, Any] = {}
-        while tar.offset < end:  # type: ignore[attr-defined]
-            member = tar.next()
-            tar.members = []  # type: ignore[attr-defined]
-            if member is None or member.offset >= end:
-                raise tarfile.ReadError(f"no sample is at byte {start}: it has changed")
-            name = sample_file(member)
-            if name is None or name[1] not in FIELDS or name[1] in left_out:
-                continue
-            if sample.setdefault("__key__", name[0]) != name[0]:
-                if name[1] == REGIONS and self._index.regions is False:
-                    continue  # left out once this sample has determined it
-                raise tarfile.ReadError(f"two samples are at byte {start}: it has changed")
-            if images or name[1] not in IMAGE_FIELDS:
-                content: Any = lambda member=member: tar.extractfile(member).read()  # type: ignore[union-attr,misc]  # noqa: E731
-            else:
-                content = lambda member=member: Place(self._shard, member.offset_data, member.size)  # noqa: E731
-            add_file(sample, name[1], member, content)
-        return sample
-
-    def _open(self) -> tarfile.TarFile:
-        _opened.pop(id(self), None)
-        _opened[id(self)] = weakref.ref(self)  # the last one used
-        if self._tar is None:
-            while len(_opened) > MOST_OPEN:
-                _, oldest = _opened.popitem(last=False)
-                if (reader := oldest()) is not None:
-                    reader.close()
-            self._tar = tarfile.open(fileobj=open_local(self._shard), mode="r:", tarinfo=CheckedTarInfo)
-            self._tar.firstmember = None  # type: ignore[attr-defined]  # it was read to recognise a tar file
-            self._tar.pax_headers = dict(self._index.pax_headers)
-        return self._tar
-
-    def close(self) -> None:
-        """Close the file. Another :meth:`read` opens it again."""
-        if self._tar is not None:
-            self._tar.fileobj.close()  # type: ignore[union-attr]
-            self._tar = None
-
-    def __del__(self) -> None:
-        self.close()
+def _same(content: Any) -> Any:
+    return content

@@ -7,6 +7,7 @@ import os
 import re
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import IO, Any, NoReturn
@@ -26,7 +27,7 @@ IMAGE_FIELDS = (*PICTURES, REGIONS)
 #: Largest files of a sample in bytes: texts, and anything else that is read.
 LARGEST_TEXT, LARGEST_FILE = 16 << 20, 256 << 20
 _TEXTS = ("txt", "json")
-#: Fields of a sample that are read; other files in a shard are no part of it.
+#: Fields of a sample that are read.
 FIELDS = frozenset((*IMAGE_FIELDS, *_TEXTS))
 #: Members that hold no file but properties of the next ones, read as a whole, and their largest size in bytes.
 _HEADERS = (
@@ -40,6 +41,13 @@ _LARGEST_HEADER = 1 << 20
 _NOTE = re.compile(r"__[^/]*__($|/)")  # webdataset's notes on a shard
 _NOT_OCTAL = re.compile(rb"[89]")
 _EXPANSION = 100, 1 << 30  # a compressed shard may expand so many times, and by so many bytes in any case
+#: Kinds of files that are not read because of what they are or how they are called, and what to do about each.
+_LINKS, _DOTS = "links", "with a further dot in the name"
+_ADVICE = {
+    _LINKS: "write the files themselves: tar --dereference --hard-dereference",
+    _DOTS: "webdataset ends a sample's name at the first dot",
+}
+_MOST_KINDS = 20
 
 
 class CheckedTarInfo(tarfile.TarInfo):
@@ -69,6 +77,16 @@ class CheckedTarInfo(tarfile.TarInfo):
         header.size = int(digits, 8)
         return header
 
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> CheckedTarInfo:  # type: ignore[override]
+        """The next header. ``tarfile`` takes a damaged one, and a file that is cut off between members, for the end."""
+        try:
+            return super().fromtarfile(tarfile_)  # type: ignore[return-value]
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # zeros: the end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"truncated or damaged at byte {tarfile_.offset}: {error}") from None  # type: ignore[attr-defined]
+
     def _block(self, count: int) -> int:
         if count < 0:
             raise tarfile.ReadError(f"a header with the size {count}")
@@ -80,13 +98,74 @@ class CheckedTarInfo(tarfile.TarInfo):
         return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
 
 
+class Files:
+    """Counts the files of shards by field, and those that belong to no sample by the reason, with an example of each.
+
+    Example:
+        >>> files = Files()
+        >>> for name in ("a.jpg", "a.npy", "v1.5.jpg"):
+        ...     _ = files.add(tarfile.TarInfo(name))
+        >>> str(files)
+        "1 with a further dot in the name, such as 'v1.5.jpg' (webdataset ends a sample's name at the first dot); 1 .npy"
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, member: tarfile.TarInfo) -> tuple[str, str] | None:
+        """Count a file. Returns the sample and the field (in lower case) that it is; None if it is not read."""
+        if not member.isreg():
+            if not member.isdir() and not _NOTE.match(member.name):
+                self._count(_LINKS if member.islnk() or member.issym() else "special files", member.name)
+            return None
+        if _NOTE.match(member.name):
+            return None
+        stem, field = wds.tariterators.base_plus_ext(member.name)
+        if stem is None:
+            self._count("without an ending", member.name)
+            return None
+        field = field.lower()
+        if field in FIELDS:
+            self.counts[f".{field}"] += 1
+            return stem, field
+        ending = field.rpartition(".")[2]
+        self._count(_DOTS if ending in FIELDS else f".{ending}", member.name)
+        return None
+
+    def _count(self, kind: str, name: str) -> None:
+        if kind not in self.counts and len(self.counts) >= _MOST_KINDS:
+            kind = "other files"
+        self.counts[kind] += 1
+        self.examples.setdefault(kind, name)
+
+    def update(self, other: Files) -> None:
+        """Add what another has counted."""
+        self.counts.update(other.counts)
+        self.examples = {**other.examples, **self.examples}
+
+    @property
+    def lose_samples(self) -> bool:
+        """Whether files are not read that were probably meant to be."""
+        return any(self.counts[kind] for kind in _ADVICE)
+
+    def __str__(self) -> str:
+        shown = []
+        for kind in (*_ADVICE, *sorted(self.examples.keys() - _ADVICE.keys())):
+            if self.counts[kind]:
+                example = "" if kind.startswith(".") else f", such as {self.examples[kind]!r}"
+                advice = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
+                shown.append(f"{self.counts[kind]:,} {kind}{example}{advice}")
+        return "; ".join(shown)
+
+
 def too_large(field: str, size: int) -> BadSample | None:
     """The fault of a sample's file of so many bytes; None if it may be read."""
     most = LARGEST_TEXT if field in _TEXTS else LARGEST_FILE
     return BadSample("file", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
 
 
-def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+def stream(shard: str, left_out: Callable[[str], bool], files: Files) -> Iterator[dict[str, Any]]:
     """The samples of a shard, local or not, as webdataset yields them: ``__key__``, and contents by field in lower case.
 
     A field that is too large (:func:`too_large`) or occurs twice has a ``BadSample`` in place of its content.
@@ -94,13 +173,17 @@ def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, An
     Args:
         shard: path, URL or ``pipe:``.
         left_out: whether a field is not read after all; it is asked after the samples before have been yielded.
+        files: counts the shard's files.
     """
     sample: dict[str, Any] = {}
+    most = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else None
     with open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-            name = sample_file(member)
-            if name is None or name[1] not in FIELDS:
+            if most is not None and member.offset_data + member.size > most:
+                raise tarfile.ReadError(f"it expands to over {most:,} bytes: a decompression bomb")
+            name = files.add(member)
+            if name is None:
                 continue
             stem, field = name
             if sample and stem != sample["__key__"]:
@@ -110,18 +193,8 @@ def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, An
                 continue
             sample.setdefault("__key__", stem)
             add_file(sample, field, member, lambda member=member: tar.extractfile(member).read())  # type: ignore[union-attr,misc]
-        if tar.fileobj.tell() <= tar.offset:  # type: ignore[union-attr,attr-defined]
-            raise tarfile.ReadError(f"it ends at byte {tar.offset} without a tar file's end")  # type: ignore[attr-defined]
     if sample:
         yield sample
-
-
-def sample_file(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """The sample and the field (in lower case) of a file in a shard; None for folders, links, notes and unnamed files."""
-    if not member.isreg() or _NOTE.match(member.name):
-        return None
-    stem, field = wds.tariterators.base_plus_ext(member.name)
-    return None if stem is None else (stem, field.lower())
 
 
 def add_file(sample: dict[str, Any], field: str, member: tarfile.TarInfo, read: Callable[[], Any]) -> None:
@@ -141,9 +214,9 @@ class ImageField:
     without ``features``; the shard's archives are then not read.
     """
 
-    def __init__(self, shard: str) -> None:
+    def __init__(self, shard: str, regions: bool | None = None) -> None:
         self._shard = shard
-        self.regions: bool | None = None  # None: not yet determined
+        self.regions = regions  # None: not yet determined
 
     def select(self, fields: Collection[str], has_regions: bool | None) -> str:
         """The image's field in the next sample, "" if it has none.
@@ -176,12 +249,11 @@ def open_local(shard: str) -> IO[bytes]:
     return open_regular(local_path(shard), "rb")
 
 
-def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
-    """The files in a local shard as (tar file, sample, field, header), from headers alone.
+def headers(shard: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The headers in a local shard, which may be compressed, each with the open tar file.
 
     Raises:
-        CoderError: the tar file is damaged. (Reading alone would not notice: tarfile treats a broken header or a file truncated
-            between members as its end.)
+        CoderError: the tar file is damaged.
     """
     try:
         with open_local(shard) as file, tarfile.open(fileobj=file, tarinfo=CheckedTarInfo) as tar:
@@ -191,16 +263,19 @@ def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.Tar
                 end = member.offset_data + member.size
                 if compressed and end > _EXPANSION[1] and end > _EXPANSION[0] * length:
                     raise tarfile.ReadError(f"{length:,} bytes expand to over {end:,}: a decompression bomb")
-                stem, field = wds.tariterators.base_plus_ext(member.name)
-                if member.isreg() and stem is not None:
-                    yield tar, stem, field.lower(), member
-            tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # type: ignore[union-attr]
-                raise tarfile.ReadError(f"truncated or damaged at byte {tar.offset}")
+                yield tar, member
     except CoderError:
         raise
     except Exception as exc:
         unreadable(shard, exc)
+
+
+def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
+    """The files in a local shard as (tar file, sample, field, header), from headers alone; errors as of :func:`headers`."""
+    for tar, member in headers(shard):
+        stem, field = wds.tariterators.base_plus_ext(member.name)
+        if member.isreg() and stem is not None:
+            yield tar, stem, field.lower(), member
 
 
 def open_shard(shard: str) -> AbstractContextManager[IO[bytes]]:

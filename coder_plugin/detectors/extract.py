@@ -27,7 +27,8 @@ from coder_plugin import files
 from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate, describe
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import add_sizes, write_shard
-from coder_plugin.data.source import SHARD, by_shards
+from coder_plugin.data.source import is_stream
+from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -205,7 +206,7 @@ def work(job: Job, rank: int, world: int) -> None:
     _begin(job, detector.checksum())
     done = job.done()
     bad = counted(job, done)
-    workers = min(1, job.workers) if by_shards(job.source) else job.workers  # each worker reads all of this process's parts
+    workers = min(1, job.workers) if is_stream(job.source) else job.workers  # each worker reads all of this process's parts
     loader: DataLoader[Batch] = DataLoader(
         Batches(job, detector.preprocess, set(done), rank, world),
         batch_size=None,
@@ -260,7 +261,7 @@ class Batches(IterableDataset[Batch]):
         self, job: Job, preprocess: Callable[[Any], Prepared], skip: set[int], rank: int, world: int
     ) -> None:
         self.source, self.batch_size, self.preprocess, self.skip = job.source, job.batch_size, preprocess, skip
-        self.part_size = SHARD if by_shards(job.source) else job.shard_size
+        self.part_size = STRIDE if is_stream(job.source) else job.shard_size
         self.rank, self.world = rank, world
 
     def __iter__(self) -> Iterator[Batch]:

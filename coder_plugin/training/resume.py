@@ -227,6 +227,8 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     else:  # what all ranks have left of the epoch is dealt anew
         positions = [checkpoint.load_rank(state.path, rank)["position"] for rank in range(manifest["world_size"])]
         trainer.position = None if None in positions else positions
+    if trainer.position is None and state.rank is not None:  # between epochs data may change
+        trainer.loader.log_changes(state.rank.get("data"))
     if same_ranks and state.rank is not None:
         set_rng_states(state.rank["rng"])
     else:
@@ -264,7 +266,7 @@ def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         common["average"] = trainer.average.state_dict()
     if trainer.accelerator.scaler is not None:
         common["scaler"] = trainer.accelerator.scaler.state_dict()
-    return common, {"rng": rng_states(), "position": trainer.position}
+    return common, {"rng": rng_states(), "position": trainer.position, "data": trainer.loader.digest}
 
 
 def describe_backbone(model: Any) -> dict[str, Any]:

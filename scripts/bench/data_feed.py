@@ -89,7 +89,6 @@ def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
             transform=transform,
             tokenizer=tokenizer,
             workers=workers,
-            shuffle_buffer=options.shuffle_buffer,
         )
         for batch in made.epoch(0):
             made.position()  # as the trainer does after each step

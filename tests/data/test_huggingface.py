@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import SHARD, Plan
-from coder_plugin.errors import CoderError
+from coder_plugin.data.streams import STRIDE
 from tests import gloo
 from tests.data.test_loader import BAD, BATCH, NUMBER, equal, fault, loader, numbers, png, transform
 
@@ -99,7 +97,7 @@ def test_rows_are_items(tmp_path, kind):
     found = list(source.items())
     places = range(NUMBER)
     if kind == "stream":
-        places = [SHARD * s + n for s, (a, b) in enumerate(zip(SHARDS, SHARDS[1:], strict=False)) for n in range(b - a)]
+        places = [STRIDE * s + n for s, (a, b) in enumerate(zip(SHARDS, SHARDS[1:], strict=False)) for n in range(b - a)]
     assert [index for index, _ in found] == list(places)
     for n, (_, item) in enumerate(found):
         assert item.captions == (f"{n} 0", f"{n} 1", f"{n} 2") and item.key == str(n)
@@ -249,41 +247,15 @@ def test_resuming_a_stream_that_is_mapped_or_filtered(tmp_path, change):
     _resume_everywhere(open_source(stream), range(NUMBER) if change == "map" else [n for n in range(NUMBER) if n % 3])
 
 
-@streams
-def test_resuming_in_a_shard_that_two_ranks_share():
-    """Which rows are whose, and the names of rows without a key, follow from their places in the shard."""
-    stream = whole().remove_columns("image_id").to_iterable_dataset(num_shards=3)
-    _resume_everywhere(open_source(stream), None, rank=1, world_size=2)
+ORDER: dict[str, Any] = {"seed": 0, "epoch": 0, "captions": "draw"}
 
 
-def _resume_everywhere(source: Any, keys: Any, **part: int) -> None:
-    plan = Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6, **part)
-    chunks, states, expected = source.chunks(plan), [], []
-    for chunk in chunks:
-        expected.append([(item.key, item.captions) for item in chunk])
-        states.append(json.loads(json.dumps(chunks.state)))
-    assert keys is None or sorted(int(key) for chunk in expected for key, _ in chunk) == list(keys)
-    for number, state in enumerate(states):
-        left = source.chunks(replace(plan, skip=number, start=state))
-        assert [[(item.key, item.captions) for item in chunk] for chunk in left] == expected[number:]
-
-
-@streams
-def test_a_restart_reads_neither_past_shards_nor_more_than_a_buffer_again(tmp_path):
-    note = tmp_path / "opened"
-    source = open_source(noted_stream(note, 8))
-    made = loader(source, shuffle_buffer=8, num_samples=80, batch_size=4)
-    stream = made.epoch(0)
-    for _ in range(15):
-        next(stream)
-    stream.close()
-    order = note.read_text().split()[1:]  # the first look was for the columns
-    position = made.position()
-    mark = position["states"][0]["mark"]
-    assert mark["dataset"] is not None and 60 - 8 - 8 // 4 - 4 <= mark["sample"] <= 60
-    note.write_text("")
-    left = list(loader(source, shuffle_buffer=8, num_samples=80, batch_size=4).epoch(0, position))
-    assert len(left) == 5 and note.read_text().split()[0] == order[mark["sample"] // 10]
+def _resume_everywhere(source: Any, keys: Any) -> None:
+    source.buffer = 6
+    expected = [(item.key, item.captions) for item in source.part(0, 1, **ORDER)]
+    assert sorted(int(key) for key, _ in expected) == list(keys)
+    for skip in range(0, len(expected), 5):
+        assert [(item.key, item.captions) for item in source.part(0, 1, skip=skip, **ORDER)] == expected[skip:]
 
 
 @streams
@@ -309,59 +281,35 @@ def test_every_shard_is_read_once(tmp_path, ranks, workers):
 
 
 @streams
-@pytest.mark.parametrize(("shards", "parts"), [(2, 3), (3, 2), (1, 4), (5, 3)])
-def test_no_sample_is_lost_whatever_the_number_of_shards(tmp_path, shards, parts):
-    source = open_source(noted_stream(tmp_path / "opened", shards))
-    plans = [Plan(seed=3, epoch=1, batch_size=2, rank=part, world_size=parts, shuffle_buffer=4) for part in range(parts)]
-    chunks = [[item.key for chunk in source.chunks(plan) for item in chunk] for plan in plans]
-    assert sorted(int(key) for each in chunks for key in each) == list(range(10 * shards))
-    assert max(map(len, chunks)) - min(map(len, chunks)) <= 2 * shards
-
-
-@streams
 def test_samples_are_shuffled_by_seed_and_epoch_within_the_buffer(tmp_path):
-    source = open_source(noted_stream(tmp_path / "opened", 1))
+    source: Any = open_source(noted_stream(tmp_path / "opened", 1))
+    source.buffer = 5
 
-    def order(**plan: Any) -> list[int]:
-        chunks = source.chunks(Plan(**{"seed": 0, "epoch": 0, "batch_size": 2, "shuffle_buffer": 5, **plan}))
-        return [int(item.key) for chunk in chunks for item in chunk]
+    def order(**options: Any) -> list[int]:
+        return [int(item.key) for item in source.part(0, 1, **{**ORDER, **options})]
 
     first = order()
     assert sorted(first) == list(range(10)) and first != sorted(first) and order() == first
     assert len({tuple(order(seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    assert all(place - n < 5 for place, n in enumerate(first))  # nobody is delayed by a whole buffer
-    assert order(shuffle_buffer=0) == order(shuffle_buffer=1) == list(range(10))
+    assert all(n - place < 5 for place, n in enumerate(first))  # nobody comes early by a whole buffer
 
 
-@kinds
-def test_the_rest_of_an_epoch_is_dealt_to_other_ranks_and_workers(tmp_path, kind):
-    source = make(kind, tmp_path)
+def test_the_rest_of_an_epoch_is_dealt_to_other_ranks_and_workers(tmp_path):
+    source = make("whole", tmp_path)
     seen: Counter[int] = Counter()
     positions = []
     for rank in range(2):
-        made = loader(source, rank=rank, world_size=2, workers=2, batch_size=3, **options(kind))
+        made = loader(source, rank=rank, world_size=2, workers=2, batch_size=3)
         stream = made.epoch(0)
         for _ in range(3):
             seen.update(next(stream)["text"][:, 0].tolist())
         stream.close()
         positions.append(json.loads(json.dumps(made.position())))
     for rank in range(3):
-        made = loader(source, rank=rank, world_size=3, batch_size=2, **options(kind))
+        made = loader(source, rank=rank, world_size=3, batch_size=2)
         for batch in numbers(made.epoch(0, positions)):
             seen.update(batch)
     assert set(seen.values()) == {1} and 18 + 18 <= len(seen) <= NUMBER
-
-
-@streams
-def test_another_place_than_was_saved_is_refused(tmp_path):
-    source = make("stream", tmp_path)
-    mark = {"shard": 0, "position": 0, "sample": 0, "dataset": None}
-    good = {"chunk": 0, "last": [-1, -1], "mark": mark}
-    marks = [{}, {**mark, "sample": "0"}, None]
-    for wrong in ({"chunk": -1}, {"last": [0]}, {"last": None}, *({"mark": each} for each in marks)):
-        with pytest.raises(CoderError, match="place in the stream"):
-            list(source.chunks(Plan(seed=0, epoch=0, batch_size=2, start={**good, **wrong})))
-    assert len(list(source.chunks(Plan(seed=0, epoch=0, batch_size=2, start=good)))) == 22
 
 
 class Stop(Callback):
@@ -475,8 +423,8 @@ def test_a_stream_of_the_hub_knows_its_size(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda **given: stream)
     source = open_source("hf-streaming:o/n:train")
     assert source.num_images == source.samples("draw") == 3 and source.samples("draw", 2) == 2
-    assert "number of samples of a stream is unknown" in fault(source.samples, "all")
-    assert "number of samples of a stream is unknown" in fault(open_source(stream).samples, "draw")
+    assert "number of samples is unknown" in fault(source.samples, "all")
+    assert "number of samples is unknown" in fault(open_source(stream).samples, "draw")
 
 
 @streams

@@ -197,7 +197,7 @@ def test_what_is_drawn():
 
 
 def loader(source: Any, **options: Any) -> TrainLoader:
-    given: dict[str, Any] = {"batch_size": 3, "seed": 7, "shuffle_buffer": 8, "negatives": HardNegatives(2), **options}
+    given: dict[str, Any] = {"batch_size": 3, "seed": 7, "negatives": HardNegatives(2), **options}
 
     def transform(image: Image.Image) -> torch.Tensor:
         return torch.tensor([float(image.getpixel((0, 0))[0])])

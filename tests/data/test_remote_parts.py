@@ -22,7 +22,7 @@ from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.regions.shards import write_shard
-from coder_plugin.data.source import SHARD
+from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.extract import Job, extract, work
 from coder_plugin.errors import CoderError
 from coder_plugin.index import build, embed
@@ -52,45 +52,31 @@ def fetched(folder: Path) -> Counter[int]:
 # the parts of an evaluation
 
 
-@pytest.mark.parametrize("shards", [16, 20, 35])
-def test_sixteen_parts_fetch_every_shard_once(tmp_path, shards):
+@pytest.mark.parametrize(("shards", "ranks"), [(16, 16), (20, 16), (3, 2), (3, 16)])
+def test_parts_fetch_every_shard_once(tmp_path, shards, ranks):
     write_shards(tmp_path, shards=shards, size=5)
     source = open_source(spec(tmp_path, shards))
     whole = [(position, item.key) for position, item in source.items(block=2)]
-    assert [position for position, _ in whole] == [shard * SHARD + n for shard in range(shards) for n in range(5)]
+    assert [position for position, _ in whole] == [shard * STRIDE + n for shard in range(shards) for n in range(5)]
     assert fetched(tmp_path) == Counter(range(shards))
-    of_parts = [[(position, item.key) for position, item in source.items(part, 16, block=2)] for part in range(16)]
+    of_parts = [[(position, item.key) for position, item in source.items(part, ranks, block=2)] for part in range(ranks)]
     assert fetched(tmp_path) == Counter(range(shards))  # 1.0 times, all parts together
     assert sorted(itertools.chain(*of_parts)) == whole
-    assert {len(part) for part in of_parts} <= {shards // 16 * 5, (shards // 16 + 1) * 5}  # balanced
 
 
-@pytest.mark.parametrize(("shards", "ranks"), [(1, 16), (3, 16), (10, 16), (3, 2)])
-def test_fewer_shards_than_parts_are_shared_by_blocks(tmp_path, shards, ranks):
-    write_shards(tmp_path, shards=shards, size=37)
-    source = open_source(spec(tmp_path, shards))
-    whole = [(position, item.key) for position, item in source.items()]
-    fetched(tmp_path)
-    of_parts = [[(position, item.key) for position, item in source.items(part, ranks, block=2)] for part in range(ranks)]
-    assert fetched(tmp_path).total() == max(ranks, shards)
-    assert sorted(itertools.chain(*of_parts)) == whole and all(of_parts)
-    for part in of_parts:  # blocks stay whole
-        assert all(position ^ 1 in dict(part) or position % SHARD == 36 for position, _ in part)
-
-
-def test_batches_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(tmp_path):
+def test_images_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(tmp_path):
     write_shards(tmp_path, shards=9, size=5)
 
-    def batches(rank: int, world_size: int, workers: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    def images(rank: int, world_size: int, workers: int) -> list[tuple[int, str]]:
         options: Any = {"batch_size": 3, "transform": lambda _: torch.zeros(1), "workers": workers}
         found = evaluation_batches(open_source(spec(tmp_path, 9)), rank=rank, world_size=world_size, **options)
-        return [(tuple(batch["index"].tolist()), tuple(batch["keys"])) for batch in found]
+        return [pair for batch in found for pair in zip(batch["index"].tolist(), batch["keys"], strict=True)]
 
-    one = batches(0, 1, 0)
-    assert [len(index) for index, _ in one] == [3, 2] * 9  # a batch has samples of one shard
+    one = images(0, 1, 0)
+    assert len(one) == 45 and one == sorted(one)
     fetched(tmp_path)
     for world_size, workers in ((3, 0), (2, 2), (4, 2)):
-        shares = [batches(rank, world_size, workers) for rank in range(world_size)]
+        shares = [images(rank, world_size, workers) for rank in range(world_size)]
         assert sorted(itertools.chain(*shares)) == one and all(shares)
         assert fetched(tmp_path) == Counter(range(9)), (world_size, workers)
 
@@ -101,6 +87,23 @@ def test_a_local_shard_among_remote_ones_is_dealt_with_them(tmp_path):
     found = [[item.captions[0] for _, item in source.items(part, 2)] for part in range(2)]
     assert found == [[f"caption {n}" for n in (*range(4), *range(8, 12))], [f"caption {n}" for n in range(4, 8)]]
     assert fetched(tmp_path) == Counter([0])
+
+
+# the parts of training
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(16, 16), (20, 16), (3, 2), (1, 4)])
+def test_a_shard_is_shared_only_at_the_ends_of_runs_and_no_part_is_idle(tmp_path, shards, parts):
+    write_shards(tmp_path, shards=shards, size=37)
+    source = open_source(spec(tmp_path, shards))
+    order: Any = {"seed": 3, "epoch": 1, "captions": "draw"}
+    of_parts = [[item.key for item in source.part(part, parts, **order)] for part in range(parts)]
+    seen = Counter(itertools.chain(*of_parts))
+    assert len(seen) == 37 * shards and set(seen.values()) == {1}
+    assert max(map(len, of_parts)) - min(map(len, of_parts)) <= 2 * -(-shards // parts)
+    assert fetched(tmp_path).total() <= shards + parts - 1
+    assert [item.key for item in source.part(0, parts, skip=5, **order)] == of_parts[0][5:]
+    assert of_parts[0] != [item.key for item in source.part(0, parts, **{**order, "epoch": 2})]
 
 
 # an index

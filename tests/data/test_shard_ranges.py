@@ -1,28 +1,26 @@
-"""Local shards are read by places: each part reads its own samples, and a resumed epoch those that are left."""
+"""Local shards are read by places: each process reads its own samples, and a resumed epoch those that are left."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import json
+import os
 import tarfile
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coder_plugin.data import tar_index, tars
 from coder_plugin.data.item import Item
-from coder_plugin.data.loader import TrainLoader
-from coder_plugin.data.shards import ShardSource, open_shards
-from coder_plugin.data.source import Plan
-from coder_plugin.data.tar_index import Place, TarReader, scan
+from coder_plugin.data.loader import epoch_order
+from coder_plugin.data.shards import LocalShards, open_shards
+from coder_plugin.data.tar_index import Place, read_sample, scan, scan_all
 from coder_plugin.errors import CoderError
 
 SIZE = 40_000
@@ -45,7 +43,7 @@ def samples(start: int, stop: int, captions: int = 1) -> list[tuple[str, bytes]]
     return members
 
 
-def write_set(folder: Path, sizes: tuple[int, ...] = (13, 7, 12, 11), **options: Any) -> ShardSource:
+def write_set(folder: Path, sizes: tuple[int, ...] = (13, 7, 12, 11), **options: Any) -> LocalShards:
     ends = list(itertools.accumulate(sizes))
     for shard, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         write(folder / f"s{shard}.tar", samples(end - size, end, **options))
@@ -76,47 +74,20 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.fixture
-def samples_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of samples whose pictures were read, in the order of reading."""
-    keys: list[str] = []
-    real, real_place = TarReader.read, Place.read
-
-    def read(self: TarReader, number: int, *, images: bool = True) -> dict[str, Any]:
-        sample = real(self, number, images=images)
-        if images:
-            keys.append(sample["__key__"])
-        return sample
-
-    def read_place(self: Place) -> bytes:
-        content = real_place(self)
-        keys.append(f"{content[0]:04d}")
-        return content
-
-    monkeypatch.setattr(TarReader, "read", read)
-    monkeypatch.setattr(Place, "read", read_place)
-    return keys
-
-
 def content(item: Item) -> bytes:
     """The stored content of an item's picture."""
     image = item.load.args[1]  # type: ignore[attr-defined]
     return image.read() if isinstance(image, Place) else image
 
 
-def plan(**options: Any) -> Plan:
-    return Plan(**{"seed": 3, "epoch": 0, "batch_size": 4, "shuffle_buffer": 8, **options})
-
-
 # who reads what
 
 
 @pytest.mark.parametrize("parts", [1, 4, 16])
-def test_parts_of_an_evaluation_read_everything_once(tmp_path, bytes_read, samples_read, parts):
+def test_parts_read_everything_once(tmp_path, bytes_read, parts):
     data = write_set(tmp_path)
     total = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
-    data.prepare()
-    assert sum(bytes_read) < 0.15 * total  # headers
+    assert data.num_images == 43 and sum(bytes_read) < 0.15 * total  # headers
     bytes_read.clear()
     seen = {}
     for part in range(parts):
@@ -125,7 +96,7 @@ def test_parts_of_an_evaluation_read_everything_once(tmp_path, bytes_read, sampl
         assert all(index // 2 % parts == part for index in mine)
         assert sum(bytes_read) - before <= len(mine) * (SIZE + 6000)
         seen.update(mine)
-    assert seen == {n: n for n in range(43)} and Counter(samples_read) == Counter(f"{n:04d}" for n in range(43))
+    assert seen == {n: n for n in range(43)}
 
 
 def test_captions_alone_are_read_without_pictures(tmp_path, bytes_read):
@@ -135,101 +106,62 @@ def test_captions_alone_are_read_without_pictures(tmp_path, bytes_read):
     assert sum(bytes_read) < 0.3 * 43 * SIZE
 
 
-@pytest.mark.parametrize("sizes", [(43,), (13, 7, 12, 11)])
-def test_parts_of_training_read_everything_once(tmp_path, bytes_read, samples_read, sizes):
-    data = write_set(tmp_path, sizes)
-    data.prepare()
-    bytes_read.clear()
-    for rank, worker in itertools.product(range(2), range(3)):
-        before = sum(bytes_read)
-        mine = [item for chunk in data.chunks(plan(rank=rank, world_size=2, worker=worker, workers=3)) for item in chunk]
-        assert 5 <= len(mine) <= 9 and sum(bytes_read) - before <= len(mine) * (SIZE + 6000)
-    assert Counter(samples_read) == Counter(f"{n:04d}" for n in range(43))
+def test_the_order_stays_within_windows_of_shards():
+    groups = [20] * 2000
+    order = epoch_order(groups, seed=3, epoch=0)
+    assert sorted(order) == list(range(40_000))
+    windows = [set((order[start : start + 2000] // 20).tolist()) for start in range(0, 40_000, 2000)]
+    assert all(len(window) == 100 for window in windows)  # 2,000 samples of whole shards
+    assert len(set(order[:40] // 20)) > 20  # mixed within the window
+    large = epoch_order([1000] * 40, seed=3, epoch=0)
+    assert len(set((large[:16_000] // 1000).tolist())) == 16
+    assert not np.array_equal(order, epoch_order(groups, seed=3, epoch=1))
+    assert not np.array_equal(order, epoch_order(groups, seed=4, epoch=0))
 
 
-def test_a_part_reads_on_in_the_order_of_the_shards(tmp_path, samples_read):
-    """Not in the shuffled order, which would seek for every sample."""
-    data = write_set(tmp_path, (43,))
-    drawn = [item.captions[0].split()[0] for chunk in data.chunks(plan()) for item in chunk]
-    assert samples_read == [f"{n:04d}" for n in range(43)] and drawn != sorted(drawn, key=int)
+# places that are kept
 
 
-# resuming
+def test_places_are_kept_and_made_again_when_a_shard_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    data = write_set(tmp_path)
+    first = scan_all(data.shards)
+    (kept,) = (tmp_path / "cache/coder_plugin").iterdir()
+    scanned = []
+    monkeypatch.setattr(tar_index, "scan", lambda shard: (scanned.append(shard), scan(shard))[1])
+    again = scan_all(data.shards)
+    assert not scanned and [index.starts.tolist() for index in again] == [index.starts.tolist() for index in first]
+    assert [vars(index.files) for index in again] == [vars(index.files) for index in first]
+    fields = ("images", "regions", "changed", "apart")
+    assert all(getattr(a, name) == getattr(b, name) for a, b in zip(first, again, strict=True) for name in fields)
+    status = os.stat(data.shards[1])
+    os.utime(data.shards[1], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    scan_all(data.shards)
+    assert scanned == data.shards
+    kept.write_bytes(b"PK\3\4 damaged")
+    os.utime(data.shards[1], ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert [len(index) for index in scan_all(data.shards)] == [13, 7, 12, 11] and len(scanned) == 8
 
 
-@pytest.mark.parametrize("captions", ["draw", "all"])
-@pytest.mark.parametrize("skip", [1, 5, 9])
-def test_skipped_chunks_are_not_read(tmp_path, samples_read, bytes_read, captions, skip):
-    data = write_set(tmp_path, captions=3)
-    data.samples(captions)
-    whole = [[(item.key, item.captions) for item in chunk] for chunk in data.chunks(plan(captions=captions))]
-    samples_read.clear()
-    bytes_read.clear()
-    left = [[(item.key, item.captions) for item in chunk] for chunk in data.chunks(plan(captions=captions, skip=skip))]
-    assert left == whole[skip:]
-    needed = {key.partition("/")[2] for chunk in left for key, _ in chunk}
-    assert set(samples_read) == needed
-    if captions == "draw":
-        assert len(samples_read) == len(needed) == 43 - 4 * skip
-        assert sum(bytes_read) <= len(needed) * (SIZE + 6000)
-        order = {f"{n:04d}": n for n in range(43)}
-        shards = [[order[key] for key in group] for _, group in itertools.groupby(samples_read, key=shard_of)]
-        assert all(group == sorted(group) for group in shards)  # read on, not to and fro
+def test_a_quick_scan_leaves_no_file_and_a_folder_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
+    data = write_set(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scan_all(data.shards)
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    assert len(scan_all(data.shards)) == 4
 
 
-def shard_of(key: str) -> int:
-    return sum(int(key) >= end for end in (13, 20, 32))
-
-
-def test_captions_that_were_not_counted_are_counted_where_they_are_skipped(tmp_path, samples_read):
-    data = write_set(tmp_path, captions=3)
-    whole = [[item.captions for item in chunk] for chunk in data.chunks(plan(captions="all"))]
-    samples_read.clear()
-    fresh = open_shards(str(tmp_path / "s*.tar"))
-    assert [[item.captions for item in chunk] for chunk in fresh.chunks(plan(captions="all", skip=20))] == whole[20:]
-    assert 0 < len(set(samples_read)) < 35
-
-
-def transform(image: bytes) -> torch.Tensor:
-    return torch.tensor([image[0]])
-
-
-def tokenizer(texts: list[str]) -> torch.Tensor:
-    return torch.tensor([[int(n) for n in text.split()] for text in texts])
-
-
-def take(source: ShardSource, position: Any, steps: int, **options: Any) -> tuple[list[int], Any]:
-    """The samples of at most ``steps`` steps of all ranks, and the ranks' positions."""
-    given = {"batch_size": 4, "seed": 7, "shuffle_buffer": 8, "transform": transform, "tokenizer": tokenizer, **options}
-    ranks = [TrainLoader(source, rank=rank, **given) for rank in range(options.get("world_size", 1))]
-    streams = [made.epoch(2, position) for made in ranks]
-    taken: list[int] = []
-    positions = None
-    for _ in range(steps):
-        batches = [next(stream, None) for stream in streams]
-        if any(batch is None for batch in batches):
-            break
-        taken += [n for batch in batches for n in batch["text"][:, 0].tolist()]
-        positions = [made.position() for made in ranks]
-    for stream in streams:
-        stream.close()
-    return taken, json.loads(json.dumps(positions))
-
-
-@pytest.mark.parametrize(
-    "then, now", [({"world_size": 2}, {"world_size": 1}), ({}, {"world_size": 2}), ({}, {"batch_size": 3})]
-)
-def test_other_ranks_read_only_what_is_left_and_once(tmp_path, samples_read, monkeypatch, then, now):
-    from coder_plugin.data import shards
-
-    monkeypatch.setattr(shards, "decode_image", lambda image, **_: image)
-    data = write_set(tmp_path, (15, 9, 12, 12))
-    used, positions = take(data, None, 3, **then)
-    samples_read.clear()
-    left, _ = take(data, positions, 99, **now)
-    assert not set(used) & set(left) and len(set(left)) == len(left) and 48 - len(used) - len(left) < 16
-    assert not set(samples_read) & {f"{n:04d}" for n in used}
-    assert max(Counter(samples_read).values()) == 1 and len(samples_read) <= 48 - len(used)
+def test_many_shards_are_scanned_by_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_index, "_MANY", 4)
+    data = write_set(tmp_path)
+    assert [len(index) for index in data.indexes] == [13, 7, 12, 11]
+    (tmp_path / "s2.tar").write_bytes(b"x" * 5000)
+    with pytest.raises(CoderError, match="s2.tar' cannot be read") as caught:
+        scan_all(data.shards)
+    assert "Traceback" not in str(caught.value)
 
 
 # the same samples as by reading on
@@ -251,13 +183,14 @@ def test_places_give_the_samples_of_the_stream(names, form, regions):
     file = io.BytesIO()
     np.savez(file, **{"features" if regions else "other": np.ones((2, 3))})
     contents = {"json": b'{"captions": ["one", "two"]}', "npz": file.getvalue()}
+    names = [("first", "npz" if regions else "png"), ("first", "txt"), *names]  # which says what the archives are
     members = [(f"{stem}.{ext}", contents.get(ext, f"{n} {stem}".encode())) for n, (stem, ext) in enumerate(names)]
     with tempfile.TemporaryDirectory() as folder:
         shard = write(Path(folder) / "s.tar", members, form)
         write(Path(folder) / "s.tar.gz", members, form, "w:gz")
 
         def read(spec: str) -> list[Any]:
-            return [(i, item.key, item.captions, str(item.fault), image(item)) for i, item in open_shards(spec).items()]
+            return [(i, item.key, item.captions, item.fault is None, image(item)) for i, item in open_shards(spec).items()]
 
         def image(item: Item) -> Any:
             return None if item.fault is not None else (item.load.args[0], content(item))  # type: ignore[attr-defined]
@@ -265,43 +198,48 @@ def test_places_give_the_samples_of_the_stream(names, form, regions):
         expected = read(f"pipe:cat {shard}")
         assert read(shard) == expected and read(f"{shard}.gz") == expected
         assert len(scan(shard)) == len(expected)
-        if expected:
-            one = TarReader(shard, scan(shard))
-            backwards = [one.read(n)["__key__"] for n in reversed(range(len(expected)))]
-            assert backwards[::-1] == [one.read(n)["__key__"] for n in range(len(expected))]
+        index = scan(shard)
+        backwards = [read_sample(shard, index, n)["__key__"] for n in reversed(range(len(expected)))]
+        assert backwards[::-1] == [read_sample(shard, index, n)["__key__"] for n in range(len(expected))]
 
 
-def test_a_compressed_shard_is_read_on_and_resumed(tmp_path):
+def test_a_compressed_shard_is_a_stream(tmp_path):
     write(tmp_path / "s.tar.gz", samples(0, 20), mode="w:gz")
     data = open_shards(str(tmp_path / "s.tar.gz"))
-    assert data.num_images == 20 and not scan(data.shards[0]).seekable
-    whole = [[item.key for item in chunk] for chunk in data.chunks(plan())]
-    assert [[item.key for item in chunk] for chunk in data.chunks(plan(skip=2))] == whole[2:]
+    assert data.num_images == 20 and not hasattr(data, "item")
+    order = {"seed": 3, "epoch": 0, "captions": "draw"}
+    whole = [item.key for item in data.part(0, 1, **order)]
+    assert sorted(whole) != whole and [item.key for item in data.part(0, 1, skip=7, **order)] == whole[7:]
 
 
-def test_a_shard_that_changes_after_its_headers_were_read_is_an_error(tmp_path):
+@pytest.mark.parametrize("change", ["half", "moved", "empty", "other", "same size"])
+def test_a_shard_that_changes_after_its_headers_were_read_is_an_error(tmp_path, change):
     data = write_set(tmp_path, (6,))
     items = [item for _, item in data.items()]
     path = tmp_path / "s0.tar"
-    whole = path.read_bytes()
-    for changed in (whole[: len(whole) // 2], whole[512:], b"", write_other(tmp_path)):
-        path.write_bytes(changed)
+    whole, status = path.read_bytes(), os.stat(path)
+    changed = {"half": whole[: len(whole) // 2], "moved": whole[512:], "empty": b"", "other": write_other(tmp_path)}
+    path.write_bytes(changed.get(change, whole))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "same size")))
+    for read in (lambda: data.item(3), lambda: items[5].load()):
         with pytest.raises(CoderError, match="s0.tar' cannot be read: ") as caught:
-            list(data.chunks(plan()))
+            read()
         assert "\n" not in str(caught.value)
-    path.write_bytes(whole[:SIZE])
-    with pytest.raises(CoderError, match="it has changed"):
-        items[5].load()
+        if change == "same size":
+            assert "it has changed since its headers were read" in str(caught.value)
+        elif change == "moved":
+            break  # what is in a picture's place does not tell
 
 
 def write_other(folder: Path) -> bytes:
     return Path(write(folder / "other", [("x.txt", b"y" * 500)] * 40)).read_bytes()
 
 
-def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(tar_index, "MOST_OPEN", 3)
-    shards = [write(tmp_path / f"{n}.tar", samples(n, n + 1)) for n in range(8)]
-    readers = [TarReader(shard, scan(shard)) for shard in shards]
+def test_few_shards_are_open_at_a_time_and_processes_share_none(tmp_path):
+    shards = [write(tmp_path / f"{n}.tar", samples(n, n + 1)) for n in range(tar_index.MOST_OPEN + 6)]
+    data = open_shards(str(tmp_path / "*.tar"))
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        assert [reader.read(0)["__key__"] for reader in readers] == [f"{n:04d}" for n in range(8)]
-        assert sum(reader._tar is not None for reader in readers) == 3
+        assert len({data.item(n).captions for n in range(len(shards))}) == len(shards)
+        assert len(os.listdir("/proc/self/fd")) <= before + tar_index.MOST_OPEN
+    assert tar_index._open(shards[0], 1, os.getpid(), 1) is not tar_index._open(shards[0], 1, os.getpid() + 1, 1)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from coder_plugin.config import DataConfig
@@ -16,12 +17,12 @@ from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import from_picture
 from coder_plugin.data.from_config import make_source, reading_options
 from coder_plugin.data.item import Item
-from coder_plugin.data.source import ItemSource, Plan
+from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import open_csv, open_karpathy
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
-BATCH = 4
 
 
 def write_table(folder: Path, rows: list[tuple[str, ...]], *, header=("filepath", "title"), sep="\t") -> str:
@@ -54,17 +55,17 @@ def fault(call, *args, **options) -> str:
     return str(caught.value)
 
 
-def plan(**options) -> Plan:
-    return Plan(**{"seed": 3, "epoch": 0, "batch_size": BATCH, **options})
-
-
 def source(number: int = 23, captions: int = 3) -> ItemSource:
     texts = [tuple(f"{i}-{k}" for k in range(captions)) for i in range(number)]
     return ItemSource([Item(f"k{i}", texts[i], Image.Image) for i in range(number)], name="made")
 
 
-def dealt(data: ItemSource, **options) -> list[str]:
-    return [item.captions[0] for chunk in data.chunks(plan(**options)) for item in chunk]
+def dealt(data: ItemSource, *, epoch: int = 0, captions: str = "draw", **options) -> list[str]:
+    made = TrainLoader(
+        data, batch_size=1, transform=lambda _: torch.zeros(1), captions=captions, seed=options.pop("seed", 3), **options,
+        tokenizer=lambda texts: torch.tensor([[int(n) for n in text.split("-")] for text in texts]),
+    )  # fmt: skip
+    return ["-".join(map(str, batch["text"][0].tolist())) for batch in made.epoch(epoch)]
 
 
 # what a table gives
@@ -190,7 +191,6 @@ def test_a_faulty_row_makes_its_image_a_bad_sample(tmp_path):
         ("d", None),
     ]
     assert (data.samples("draw"), data.samples("all")) == (5, 5)
-    assert sorted(item.key for chunk in data.chunks(plan(captions="all")) for item in chunk) == ["a", "b", "c", "d", "line 5"]
 
 
 def test_csv_that_is_absent_or_not_text(tmp_path):
@@ -241,34 +241,6 @@ def test_items_without_captions_are_refused_wherever_they_come_from():
 # how an epoch is dealt
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("captions", ["draw", "all"])
-def test_every_sample_once_over_ranks_and_workers(world, workers, captions):
-    data = source()
-    parts = [
-        dealt(data, rank=rank, world_size=world, worker=worker, workers=workers, captions=captions)
-        for rank in range(world)
-        for worker in range(workers)
-    ]
-    seen = Counter(text if captions == "all" else text.split("-")[0] for part in parts for text in part)
-    assert len(seen) == (69 if captions == "all" else 23) and set(seen.values()) == {1}
-
-
-def test_ranks_hold_the_same_number_of_samples_but_for_one():
-    sizes = [len(dealt(source(), rank=rank, world_size=3)) for rank in range(3)]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_chunks_are_full_but_the_last_and_go_round_the_workers():
-    data = source()
-    whole = list(data.chunks(plan()))
-    assert [len(chunk) for chunk in whole] == [4, 4, 4, 4, 4, 3]
-    for worker in range(2):
-        assert list(data.chunks(plan(worker=worker, workers=2))) == whole[worker::2]
-        assert list(data.chunks(plan(worker=worker, workers=2, skip=2))) == whole[worker::2][2:]
-
-
 def test_epochs_and_seeds_differ_in_order_and_in_captions_and_repeat():
     data = source()
     first = dealt(data)
@@ -281,14 +253,6 @@ def test_epochs_and_seeds_differ_in_order_and_in_captions_and_repeat():
 def test_all_captions_are_drawn_about_equally_often():
     drawn = Counter(text.split("-")[1] for epoch in range(30) for text in dealt(source(), epoch=epoch))
     assert all(170 < count < 290 for count in drawn.values()) and len(drawn) == 3  # 230 expected, sigma 12
-
-
-def test_siblings_share_their_id():
-    ids: dict[str, set[int]] = {}
-    for chunk in source().chunks(plan(captions="all")):
-        for item in chunk:
-            ids.setdefault(item.captions[0].split("-")[0], set()).add(item.image_id)
-    assert {len(each) for each in ids.values()} == {1} and len(set.union(*ids.values())) == 23
 
 
 def test_evaluation_order():

@@ -75,9 +75,7 @@ def train(spec: str, **options: Any) -> None:
         return torch.zeros(2)
 
     source = open_source(spec, **options)
-    loader = TrainLoader(
-        source, batch_size=1, transform=transform, tokenizer=lambda texts: torch.zeros(len(texts), 1), shuffle_buffer=1
-    )
+    loader = TrainLoader(source, batch_size=1, transform=transform, tokenizer=lambda texts: torch.zeros(len(texts), 1))
     rows = sum(1 for _ in loader.epoch(0))
     bad = BadSamples(source.name)
     kept = sum(len(batch["keys"]) for batch in evaluation_batches(source, batch_size=2, transform=transform, bad=bad))

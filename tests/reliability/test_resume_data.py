@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import random
 import tarfile
 from collections import Counter
@@ -56,7 +57,7 @@ def loader(source: Any, **options: Any) -> TrainLoader:
     def tokenizer(texts: list[str]) -> torch.Tensor:
         return torch.tensor([[int(text)] for text in texts])
 
-    given = {"batch_size": BATCH, "seed": 7, "shuffle_buffer": 8, **options}
+    given = {"batch_size": BATCH, "seed": 7, **options}
     return TrainLoader(source, transform=transform, tokenizer=tokenizer, **given)
 
 
@@ -184,3 +185,97 @@ def test_many_changes_lose_no_sample_and_repeat_none(tmp_path):
             check_exact(source, settings, steps, bad)
             chains, changes = chains + 1, changes + len(settings) - 1
     print(f"{chains} interrupted epochs with {changes} changes of ranks, workers and batch size: 0 missing, 0 twice")
+
+
+# data that change between the runs
+
+
+def rewrite(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def swap(a: Path, b: Path) -> None:
+    a.rename(a.with_suffix(".tmp"))
+    b.rename(a)
+    a.with_suffix(".tmp").rename(b)
+
+
+def touch(path: Path) -> None:
+    status = os.stat(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+TABLE = "filepath\ttitle\n" + "".join(f"{n}.png\t{n}\n" for n in range(NUMBER))
+CHANGED: dict[str, tuple[str, Any, str]] = {
+    "rows reversed": (
+        "table",
+        lambda folder: rewrite(folder / "data.tsv", "\n".join([TABLE.split("\n")[0], *TABLE.split("\n")[-2:0:-1]])),
+        "the images' names or their order; the captions; the files (",
+    ),
+    "captions replaced": ("table", lambda folder: rewrite(folder / "data.tsv", TABLE.replace("\t7", "\t8")), "the captions"),
+    "a row less": (
+        "table",
+        lambda folder: rewrite(folder / "data.tsv", TABLE.replace("9.png\t9\n", "", 1)),
+        f"the number of images ({NUMBER} then, {NUMBER - 1} now); ",
+    ),
+    "a picture overwritten": ("table", lambda folder: (folder / "3.png").write_bytes(png(3) + b"x"), "the files ("),
+    "two pictures exchanged": ("table", lambda folder: swap(folder / "3.png", folder / "4.png"), "the files ("),
+    "a shard overwritten": ("shards", lambda folder: touch(folder / "2.tar"), "the files ("),
+    "two shards exchanged": ("shards", lambda folder: swap(folder / "0.tar", folder / "2.tar"), "the files ("),
+    "a shard less": ("shards", lambda folder: (folder / "3.tar").unlink(), f"the number of images ({NUMBER} then, 32 now); "),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "says"), CHANGED.values(), ids=CHANGED)
+def test_changed_data_are_refused_within_an_epoch_and_said_between_epochs(tmp_path, kind, change, says, caplog):
+    source = make(kind, tmp_path)
+    begun = loader(source, world_size=2)
+    batches = begun.epoch(EPOCH)
+    at_start = json.loads(json.dumps(begun.position()))
+    next(batches)
+    position = json.loads(json.dumps(begun.position()))
+    spec = str(tmp_path / ("data.tsv" if kind == "table" else "*.tar"))
+    fresh = loader(open_source(spec), world_size=2)
+    fresh.epoch(EPOCH, position)
+    fresh.log_changes(position["data"])
+    assert not caplog.records
+    change(tmp_path)
+    for options, positions in (({"world_size": 2}, position), ({}, [position, {**position, "rank": 1}])):
+        with pytest.raises(CoderError) as caught:
+            loader(open_source(spec), **options).epoch(EPOCH, positions)
+        message = str(caught.value)
+        assert "cannot resume in the middle of epoch 4: the data have changed since the checkpoint was written: " in message
+        assert says in message and "\n" not in message, message
+    caplog.clear()
+    next(loader(open_source(spec), world_size=2).epoch(EPOCH, at_start))
+    loader(open_source(spec), world_size=2).log_changes(position["data"])
+    assert [says in record.getMessage() for record in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize("sizes", [(60, 4), (4, 60), (1, 1, 62)])
+def test_uneven_shards_give_all_ranks_all_steps(tmp_path, sizes):
+    """Samples are dealt, not shards."""
+    ends = list(itertools.accumulate(sizes))
+    for shard, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for n in range(end - size, end):
+                for extension, data in (("png", png(n)), ("txt", str(n).encode())):
+                    info = tarfile.TarInfo(f"{n:03d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    taken, _ = take(open_source(str(tmp_path / "*.tar")), None, 99, world_size=2, batch_size=2)
+    assert [len(batches) for batches in taken] == [16, 16] and samples(taken) == Counter(range(64))
+
+
+BROKEN = ({"read": []}, {"read": [-1]}, {"read": ["1"]}, {"last": 1}, {"history": [[]]}, {"bad": {"read": 0}},
+          {"setting": None}, {"bad": {"read": 0, "kinds": {"other": 1}}}, {"batches": True}, {"before": 1 << 70})  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [*BROKEN, None], ids=str)
+def test_a_position_of_another_form_is_refused(tmp_path, wrong):
+    source = make("table", tmp_path)
+    begun = loader(source)
+    next(begun.epoch(EPOCH))
+    position = None if wrong is None else {**begun.position(), **wrong}
+    with pytest.raises(CoderError, match="position in the data does not have the form"):
+        loader(source).epoch(EPOCH, [position])

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coder_plugin.data.bad_samples import BadSample, allowed
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
-from coder_plugin.data.source import ItemSource, Plan, Source, by_shards, lazy_chunks, prepare
+from coder_plugin.data.source import ItemSource, Source
 from coder_plugin.errors import CoderError
 
 #: How many images at the start of a stream decide how its images are named in a file of regions.
@@ -59,7 +59,8 @@ class RegionSource:
 
     def __init__(self, captions: Source, regions: RegionFile, *, max_missing: float | None = None) -> None:
         self.name = captions.name
-        self.captions, self._regions = captions, regions
+        self.captions: Any = captions
+        self._regions = regions
         in_memory = isinstance(captions, ItemSource)
         items = [without_image(item) for _, item in islice(captions.items(), None if in_memory else FIRST)]
         which = "images" if in_memory else "images at its start"
@@ -79,26 +80,23 @@ class RegionSource:
     def samples(self, captions: str, num_samples: int | None = None) -> int:
         return self.captions.samples(captions, num_samples)
 
-    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        for chunk in self.captions.chunks(plan):
-            yield [self.with_regions(item) for item in chunk]
-
-    def lazy_chunks(self, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
-        """As :meth:`chunks`, of functions that return the items."""
-        for chunk in lazy_chunks(self.captions, plan):
-            yield [partial(self._read_item, read) for read in chunk]
-
-    def _read_item(self, read: Callable[[], Item]) -> Item:
-        return self.with_regions(read())
-
-    def prepare(self) -> None:
-        """As of the source of captions, if it has one."""
-        prepare(self.captions)
+    @property
+    def groups(self) -> Sequence[int]:
+        return self.captions.groups
 
     @property
-    def by_shards(self) -> bool:
-        """As of the source of captions."""
-        return by_shards(self.captions)
+    def caption_counts(self) -> Sequence[int]:
+        return self.captions.caption_counts
+
+    def item(self, index: int) -> Item:
+        return self.with_regions(self.captions.item(index))
+
+    def part(self, part: int, parts: int, **order: Any) -> Iterator[Item]:
+        """As of a :class:`~coder_plugin.data.streams.Stream`, where the captions are one."""
+        return map(self.with_regions, self.captions.part(part, parts, **order))
+
+    def digest(self) -> dict[str, Any]:
+        return self.captions.digest()
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for index, item in self.captions.items(rank, world_size, block=block):

@@ -28,7 +28,7 @@ from coder_plugin.data.regions.base import DERIVATIONS, Entry, Record, RegionFor
 from coder_plugin.data.regions.convert import convert
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import open_shards
-from coder_plugin.data.source import ItemSource, Plan
+from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from tests.data.regions import layouts
 
@@ -269,11 +269,9 @@ def test_a_joined_source_deals_the_same_batches_with_regions(tmp_path):
     captions = captioned(*(f"COCO_val2014_{int(name):012d}.jpg" for name in NAMES))
     source = joined(path, captions)
     assert source.num_images == 3 and source.samples("all") == 6 and source.name == "captions"
-    for mode, epoch in product(("draw", "all"), range(3)):
-        plan = Plan(seed=1, epoch=epoch, batch_size=2, captions=mode)
-        ours, theirs = list(source.chunks(plan)), list(captions.chunks(plan))
-        assert [[(i.key, i.captions) for i in c] for c in ours] == [[(i.key, i.captions) for i in c] for c in theirs]
+    assert (source.groups, source.caption_counts) == ([3], [2, 2, 2])
     for number, (index, item) in enumerate(source.items()):
+        assert source.item(number).captions == captions.item(number).captions == item.captions
         assert index == number and np.array_equal(item.load().features, regions(number).features)
     assert [index for index, _ in source.items(1, 2)] == [1]
 
@@ -394,8 +392,7 @@ def test_some_missing_are_warned_of_and_fail_to_load(tmp_path, caplog):
 def test_captions_that_come_as_a_stream(tmp_path):
     stream = open_shards(written(tmp_path / "c", "shards", captions=2) + "/train-*.tar")
     source = RegionSource(stream, open_regions(written(tmp_path)))
-    chunks = list(source.chunks(Plan(seed=1, epoch=0, batch_size=3)))
-    assert {item.key for item in chunks[0]} == set(NAMES)
+    assert {source.item(number).key for number in range(3)} == set(NAMES)
     for _, item in source.items():
         assert np.array_equal(item.load().features, regions(NAMES.index(item.key)).features)
     assert "none of 3 images" in fault(RegionSource, stream, {"7": regions(0)})
@@ -419,8 +416,7 @@ def test_one_rule_names_a_whole_stream(tmp_path, caplog):
     file = {"391890": 0, "391891": 1, "42": "another's", "43": "another's"}
     source = RegionSource(stream, file, max_missing=0.002)
     assert "2 of 4 images at its start have no regions, such as '391892', '391893'" in caplog.text
-    found = {item.key: item for chunk in source.chunks(Plan(seed=1, epoch=0, batch_size=4)) for item in chunk}
-    found |= {item.key: item for _, item in source.items()}
+    found = {item.key: item for _, item in source.items()}
     assert (found["391890"].load(), found["391891"].load()) == (0, 1)
     for key in ("391892", "391893"):
         with pytest.raises(ValueError, match=f"'{key}' is not in the file"):

@@ -20,7 +20,6 @@ from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.data.regions.folder import FOLDER
 from coder_plugin.data.regions.shards import SHARDS, write, write_shard
 from coder_plugin.data.shards import open_shards
-from coder_plugin.data.source import Plan
 from coder_plugin.data.tar_index import scan
 from coder_plugin.errors import CoderError
 
@@ -148,8 +147,6 @@ def test_the_training_reader_gives_regions_under_the_same_names(tmp_path):
     assert all(same(item.load(), file[item.key]) and item.captions == ("one", "two") for item in items)
     (tmp_path / "sizes.json").unlink()
     assert open_shards(f"{tmp_path}/train-*.tar").num_images == 7
-    plan = Plan(seed=1, epoch=0, batch_size=4)
-    assert sorted(item.key for chunk in source.chunks(plan) for item in chunk) == sorted(file)
 
 
 def test_shards_of_others_are_named_by_their_samples(tmp_path):

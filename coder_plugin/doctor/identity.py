@@ -72,7 +72,7 @@ def _close(
 
     Pictures with equal ``differ(look)`` are not compared; ``within`` one list a picture is compared with those before it.
     """
-    from coder_plugin.index.vectors_file import import_faiss
+    from coder_plugin.search.vectors import import_faiss
 
     if not ours or not theirs:
         return

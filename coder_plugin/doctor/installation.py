@@ -171,7 +171,7 @@ def _torchvision() -> Iterator[Finding]:
 def _faiss() -> Iterator[Finding]:
     import numpy as np
 
-    from coder_plugin.index.vectors_file import import_faiss
+    from coder_plugin.search.vectors import import_faiss
 
     faiss = import_faiss()
     vectors = np.eye(16, dtype=np.float32)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
-from coder_plugin.files import read_json
-from coder_plugin.index.manifest import BUILDING, FORMAT, MANIFEST
 from coder_plugin.training.run_folder import Record, RunFolder, describe
 
 #: Variance of a bank's keys below which they have collapsed to nearly one point.
@@ -42,19 +40,12 @@ def checks_for(folder: Path) -> list[tuple[str, Callable[[Path], Iterator[Findin
 
 def is_index(folder: Path) -> bool:
     """Whether ``coder-plugin index`` has written the folder, or begun to."""
-    try:
-        for name in (MANIFEST, BUILDING):
-            if (folder / name).is_file():
-                manifest = read_json(folder / name)
-                return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    except CoderError:
-        pass
-    return False
+    return (folder / "index.json").is_file() or any((folder / "embeddings").glob("*.parquet"))
 
 
 def check_index(folder: Path) -> Iterator[Finding]:
-    """Whether the files match the manifest's checksums, and FAISS reads them."""
-    from coder_plugin.index.search import Index
+    """Whether the files match their checksums, and FAISS reads them."""
+    from coder_plugin.search.index import Index
 
     try:
         index = Index(folder, gpu=False, verify=True)

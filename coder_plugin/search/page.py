@@ -7,11 +7,11 @@ from pathlib import PurePath
 from typing import Any
 
 from coder_plugin.html import data_uri, jpeg_uri, render
-from coder_plugin.index.duplicates import Group
-from coder_plugin.index.miner import Mined
-from coder_plugin.index.place import link, place
-from coder_plugin.index.records import SHOWN
-from coder_plugin.index.search import Hit, Index
+from coder_plugin.search.duplicates import Group
+from coder_plugin.search.index import Index
+from coder_plugin.search.miner import Mined
+from coder_plugin.search.records import SHOWN, link, place
+from coder_plugin.search.searcher import Hit
 from coder_plugin.terminal import plural
 
 #: Captions of an image that a page shows, at most.
@@ -49,7 +49,7 @@ def negatives_page(index: Index, mined: Sequence[Mined]) -> str:
 
     Args:
         index: the index that they were mined from.
-        mined: of :meth:`~coder_plugin.index.miner.Miner.mine`.
+        mined: of :meth:`~coder_plugin.search.miner.Miner.mine`.
 
     Returns:
         HTML.
@@ -84,7 +84,7 @@ def duplicates_page(index: Index, groups: Sequence[Group], summary: str) -> str:
 
     Args:
         index: the index that they were found in.
-        groups: of :func:`~coder_plugin.index.duplicates.find_duplicates`; the first 100 are shown, and 24 images of each.
+        groups: of :func:`~coder_plugin.search.duplicates.find_duplicates`; the first 100 are shown, and 24 images of each.
         summary: a sentence about all of them.
 
     Returns:
@@ -108,12 +108,12 @@ def duplicates_page(index: Index, groups: Sequence[Group], summary: str) -> str:
 
 
 def _heading(index: Index) -> dict[str, str]:
-    manifest = index.manifest
+    model = index.note["model"]
     return {
         "name": index.folder.resolve().name,
         "sizes": f"{plural(index.size('images'), 'image')}, {plural(index.size('captions'), 'caption')}",
-        "model": PurePath(manifest["model"].get("name", "")).name,  # a page may be passed on: it shows no folders
-        "objective": manifest["model"].get("objective", ""),
+        "model": PurePath(model.get("name", "")).name,  # a page may be passed on: it shows no folders
+        "objective": model.get("objective", ""),
     }
 
 
@@ -123,11 +123,10 @@ def _picture(index: Index, row: int) -> str | None:
 
 
 def _hit(index: Index, hit: Hit) -> dict[str, Any]:
-    captions = index.records.captions_of(hit.image.row, limit=1, characters=SHOWN)
     return {
         "place": place(hit.image),
         "link": link(hit.image),
-        "caption": hit.text[:SHOWN] if hit.text is not None else next(iter(captions), ""),
+        "caption": hit.caption[:SHOWN],
         "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (shortlist {hit.score:.3f})",
         "picture": _picture(index, hit.image.row) if hit.text is None else None,
     }

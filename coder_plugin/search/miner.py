@@ -17,11 +17,11 @@ import numpy as np
 
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.index.manifest import KINDS
-from coder_plugin.index.mining_options import MiningOptions
-from coder_plugin.index.records import Caption, Image
-from coder_plugin.index.search import Index
 from coder_plugin.progress import Progress
+from coder_plugin.search.index import Index
+from coder_plugin.search.mining_options import MiningOptions
+from coder_plugin.search.parquet import KINDS
+from coder_plugin.search.records import Caption, Image
 
 #: Results that one search may return: more are searched for in smaller blocks.
 RESULTS = 1 << 21
@@ -77,7 +77,7 @@ class Miner:
         self.images, self.captions = index.vectors["images"], index.vectors["captions"]
         if self.captions.views != 1 or self.images.dimensions != self.captions.dimensions:
             raise CoderError(f"{index.folder} is damaged: the vectors of its images and captions do not match; build it again")
-        images, total = index.manifest["images"], index.manifest["captions"]
+        images, total = index.note["images"], index.note["captions"]
         ids = [each.image_id for rows in chunks(images) for each in index.records.images(rows)]
         group = np.unique(np.array(ids, dtype=np.int64), return_inverse=True)[1].reshape(-1)  # images with one id are one image
         owners = np.empty(total, dtype=np.int64)
@@ -90,7 +90,7 @@ class Miner:
                 progress.update(len(rows))
         self._group_of_image, self._group_of_caption = group, group[owners]
         order = np.argsort(self._group_of_caption, kind="stable")
-        self._by_group = order[~np.isin(order, index.removed["captions"])]
+        self._by_group = order
         self._starts = np.searchsorted(self._group_of_caption[self._by_group], np.arange(images + 1))
 
     def mine(self, rows: Sequence[int]) -> list[Mined]:

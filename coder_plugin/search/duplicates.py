@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index.search import Index
-from coder_plugin.index.vectors import Vectors
-from coder_plugin.index.vectors_file import is_lossless
 from coder_plugin.progress import Progress
+from coder_plugin.search.index import Index
+from coder_plugin.search.vectors import Vectors, is_lossless
 
 #: The cosine from which on two images count as near-duplicates.
 THRESHOLD = 0.93
@@ -81,10 +80,9 @@ def find_duplicates(
         raise CoderError(f"the threshold is a cosine, above 0 and at most 1, got {threshold}")
     if "images" not in index.vectors:
         raise CoderError(f"{index.folder} has no vectors of images: make it with --what images or both")
-    vectors, rows = index.vectors["images"], np.arange(index.manifest["images"])
-    rows = rows[~index.records.is_removed(rows)]
+    vectors, rows = index.vectors["images"], np.arange(index.note["images"])
     if exact is None:
-        factory = index.manifest["factory"]
+        factory = index.note["factory"]
         exact = factory == "Flat" or (is_lossless(factory) and not _equal_lengths(vectors, rows))
     parent = np.arange(vectors.items)
     crowded = 0
@@ -101,7 +99,7 @@ def find_duplicates(
                 progress.update(count)
     groups = [Group(each, _similarities(vectors, each)) for each in _groups(parent)]
     groups.sort(key=lambda group: (-len(group.rows), group.rows[0]))
-    return Duplicates(groups, len(rows), exact, is_lossless(index.manifest["factory"]), crowded)
+    return Duplicates(groups, len(rows), exact, is_lossless(index.note["factory"]), crowded)
 
 
 def _unit(vectors: Vectors, rows: np.ndarray) -> np.ndarray:
@@ -152,7 +150,7 @@ def _neighbours(index: Index, rows: np.ndarray, threshold: float) -> Iterator[tu
     vectors = index.vectors["images"]
     waiting, k = rows, min(_NEIGHBOURS, vectors.items)
     # a score is both lengths times the cosine, but of compressed vectors, or of the best of several embeddings
-    lengths = _lengths(vectors, rows) if vectors.views == 1 and is_lossless(index.manifest["factory"]) else None
+    lengths = _lengths(vectors, rows) if vectors.views == 1 and is_lossless(index.note["factory"]) else None
     while True:
         size = max(1, _FLOATS // (k * vectors.views * vectors.views * vectors.dimensions))
         full: list[np.ndarray] = []

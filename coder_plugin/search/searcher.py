@@ -2,7 +2,7 @@
 
 A re-ranker, such as a model's fusion head (AsCL eq. 4) or MaxSim, orders the best candidates; see docs/search.md.
 
-Shape letters: N images or captions, D dimensions, V embeddings of an image, q queries, k results, n candidates.
+Shape letters: D dimensions, V vectors of an image, k results, n candidates.
 """
 
 from __future__ import annotations
@@ -18,133 +18,20 @@ from torch import Tensor
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.rerankers import parse_reranker
-from coder_plugin.index.arrays import Arrays
-from coder_plugin.index.filter_cache import FilterCache
-from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, RERANK, SEGMENTS, read_manifest
-from coder_plugin.index.records import Image, Records
-from coder_plugin.index.records_file import RecordsFile
-from coder_plugin.index.removed import read_removed
-from coder_plugin.index.vectors import Vectors
+from coder_plugin.search.index import NOTE, Index
+from coder_plugin.search.parquet import KINDS
+from coder_plugin.search.records import Image
 
 #: Pairs that a re-ranker scores at once.
 _PAIRS = 512
-#: The most of a thumbnail.
-_PIXELS = 1 << 24
-
-
-class Index:
-    """An index on disk, opened to be searched by vectors.
-
-    Args:
-        folder: of the index.
-        verify: compare the files' checksums with the manifest's, which reads them once; else only their sizes.
-        parameters: of FAISS's parameter space, such as ``nprobe=16``.
-        gpu: search on the first GPU, where FAISS sees one and supports this kind of index on it.
-
-    Raises:
-        CoderError: no index there, an unfinished or a damaged one; the message names the file.
-    """
-
-    def __init__(
-        self, folder: str | Path, *, verify: bool = False, parameters: str | None = None, gpu: bool = True
-    ) -> None:
-        self.folder = Path(folder)
-        self.manifest: Mapping[str, Any] = read_manifest(self.folder, verify=verify)
-        segments = self.manifest["segments"]
-        folders = [self.folder / SEGMENTS / segment["name"] for segment in segments]
-        counts = {kind: [segment[kind] for segment in segments] for kind in KINDS}
-        #: Rows that were removed, by kind, ascending int64: their data stay in the files, and no search finds them.
-        self.removed = read_removed(self.folder, self.manifest)
-        each = zip(folders, counts["images"], counts["captions"], strict=True)
-        columns = self.manifest["columns"]
-        files = [RecordsFile(path / RECORDS, images=n, captions=t, columns=columns) for path, n, t in each]
-        self.records = Records(files, counts["images"], counts["captions"], self.removed)
-        options: dict[str, Any] = {"flat": self.manifest["factory"] == "Flat", "parameters": parameters, "gpu": gpu}
-        self.vectors = {}
-        for kind in (kind for kind in KINDS if kind in self.manifest["vectors"]):
-            sizes = {name: self.manifest["vectors"][kind][name] for name in ("views", "dimensions")}
-            paths = [path / f"{kind}.faiss" for path, count in zip(folders, counts[kind], strict=True) if count]
-            filled = [count for count in counts[kind] if count]
-            self.vectors[kind] = Vectors(paths, filled, removed=self.removed[kind], verify=verify, **sizes, **options)
-        self._arrays = Arrays(self.folder, self.manifest)
-        if self.manifest["plan"]["re-ranking"] and not self._arrays.names:
-            raise CoderError(f"{self.folder / MANIFEST} lists no files for re-ranking, which its plan names: build it again")
-
-    def size(self, kind: str) -> int:
-        """How many "images" or "captions" may be found: all but those that were removed."""
-        return self.manifest[kind] - len(self.removed[kind])
-
-    def search(
-        self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images", rows: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The k best images or captions for each query, by inner product (the greatest over an image's embeddings).
-
-        Args:
-            queries: retrieval vectors [q, D], finite, any float dtype.
-            k: results, 1 or more.
-            kind: "images" or "captions".
-            rows: that may be found, int64 [n], as ``index.records.where`` gives them; None: all that were not removed.
-
-        Returns:
-            Scores [q, k] float32 in descending order, and rows [q, k] int64; fewer than k where fewer may be found.
-
-        Raises:
-            CoderError: the index has no such vectors; queries of another shape or not finite; rows that it does not have.
-        """
-        if isinstance(queries, Tensor):
-            queries = queries.float().cpu().numpy()
-        return self._vectors(kind).search(queries, k, rows=rows)
-
-    def vector(self, row: int, *, kind: str = "images") -> np.ndarray:
-        """The retrieval vectors [V, D] of an item; V is 1 unless the model gives an image several embeddings."""
-        return self._vectors(kind).gather([row])[0]
-
-    def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
-        """What re-ranking needs of images or captions: tensors [n, …] by name; empty if the index keeps nothing for it."""
-        return self._arrays.items(kind, rows)
-
-    def thumbnail(self, key: str) -> Any | None:
-        """The thumbnail (PIL) of an image by its key; None where there is none."""
-        from coder_plugin.data.decode import decode_image
-
-        row = self.records.row_of(key)
-        content = None if row is None else self.records.thumbnail(row)
-        if content is None:
-            return None
-        try:
-            return decode_image(content, max_pixels=_PIXELS)
-        except ValueError as error:
-            raise CoderError(f"{self.folder / RECORDS}: the thumbnail of {key!r} is not a small JPEG file: {error}") from error
-
-    def check_model(self, pretrained: Any) -> None:
-        """Check that the index was made with a :class:`~coder_plugin.pretrained.open.PretrainedModel`.
-
-        Raises:
-            CoderError: it was made with another model.
-        """
-        model = self.manifest["model"]
-        if pretrained.fingerprint() != model["fingerprint"]:
-            objective = f" ({model['objective']})" if model.get("objective") else ""
-            raise CoderError(
-                f"{self.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared: "
-                f"give the model that it was made with, {model.get('name') or 'an unnamed one'}{objective}, or another index"
-            )
-
-    def close(self) -> None:
-        """Close the file of records."""
-        self.records.close()
-
-    def _vectors(self, kind: str) -> Vectors:
-        if kind not in self.vectors:
-            raise CoderError(f"{self.folder} has no vectors of {kind}, only of {' and '.join(self.vectors)}")
-        return self.vectors[kind]
 
 
 class Hit(NamedTuple):
     """A result. ``index.records`` has the image's captions and its thumbnail.
 
     ``score`` is the inner product of retrieval vectors; ``fused`` the re-ranker's score, if it ranked this result; ``text`` the
-    caption in a search among captions, None among images.
+    caption in a search among captions, None among images. ``caption`` is that caption, or of an image that one of its captions
+    which matches the query best, as far as the index has vectors of them; empty without captions.
     """
 
     score: float
@@ -152,6 +39,7 @@ class Hit(NamedTuple):
     image: Image
     text: str | None
     fused: float | None
+    caption: str = ""
 
 
 class Query(NamedTuple):
@@ -167,7 +55,7 @@ class Searcher:
 
     Args:
         index: an opened index.
-        pretrained: a :class:`~coder_plugin.pretrained.open.PretrainedModel` with the manifest's fingerprint; None: only images
+        pretrained: a :class:`~coder_plugin.pretrained.open.PretrainedModel` that made it; None: only images
             of the index can be queries.
 
     Raises:
@@ -177,13 +65,12 @@ class Searcher:
     def __init__(self, index: Index, pretrained: Any) -> None:
         self.index, self.pretrained, self.head = index, pretrained, None
         self.shortlist: int | None = None  # candidates that are re-ranked; None: all
-        self._filters = FilterCache(index.records)
         if pretrained is None:
             return
         index.check_model(pretrained)
         self.encoder = pretrained.encoder()
-        kept = index.manifest["model"].get("reranker")
-        if index.manifest["plan"]["re-ranking"]:
+        kept = index.note["model"].get("reranker")
+        if index.reranks:
             if _name(kept) != _name(pretrained.reranker):
                 advice = "leave out --reranker" if kept is None else f"take --reranker {kept}"
                 raise CoderError(
@@ -229,7 +116,7 @@ class Searcher:
         """
         row = self.index.records.row_of(key)
         if row is None:
-            first = self.index.records.images(range(min(2, self.index.manifest["images"])))
+            first = self.index.records.images(list(range(min(2, self.index.note["images"]))))
             examples = ", ".join(repr(each.key) for each in first)
             raise CoderError(f"{self.index.folder} has no image {key!r}; its keys look like {examples}, …")
         item = self.index.items("images", np.array([row])) if self.head is not None else None
@@ -266,7 +153,7 @@ class Searcher:
         among = among or self._other_kind(query.kind)
         if among not in KINDS:
             raise CoderError(f"among must be {' or '.join(KINDS)}, got {among!r}")
-        allowed = None if where is None else self._filters.where(where, among)
+        allowed = None if where is None else self.index.records.where(where, kind=among)
         depth = self._rerank_depth(rerank, query, among, k)
         if allowed is not None:
             depth = min(depth, len(allowed))
@@ -280,7 +167,7 @@ class Searcher:
             order = np.lexsort((np.arange(len(first)), -reranked))
             rows, scores = np.concatenate([first[order], rows[depth:]]), np.concatenate([scores[:depth][order], scores[depth:]])
             fused = [*reranked[order].tolist(), *[None] * (len(rows) - len(first))]
-        return self._hits(rows[:k], scores[:k], fused[:k], among)
+        return self._hits(query, rows[:k], scores[:k], fused[:k], among)
 
     def _queries(self, vectors: Tensor, item: dict[str, Tensor] | None, kind: str) -> list[Query]:
         views = vectors if vectors.ndim == 3 else vectors[:, None]
@@ -308,7 +195,7 @@ class Searcher:
                     "maxsim, or with a model that has a fusion head"
                 )
             raise CoderError(f"--rerank {rerank}: re-ranking compares an image with a text, and both are {among} here")
-        return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
+        return self.index.note[among] if rerank == "all" else int(rerank)
 
     def _nearest(self, vectors: Tensor, k: int, among: str, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Scores [k] and rows [k] among those ``allowed``; the best over a query's vectors [V, D]."""
@@ -332,7 +219,7 @@ class Searcher:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            detail, arrays = " ".join(f"{type(error).__name__}: {error}".split())[:200], self.index.folder / RERANK
+            detail, arrays = " ".join(f"{type(error).__name__}: {error}".split())[:200], self.index.folder
             raise CoderError(f"{arrays} does not fit the index's model ({detail}): build the index again") from error
 
     def _pair_scores(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
@@ -348,15 +235,28 @@ class Searcher:
                 scores.append(self.head.scorer(query.item, candidates)(one, every)[0, 0])
         return torch.nan_to_num(torch.cat(scores).float(), nan=-torch.inf).cpu().numpy()
 
-    def _hits(self, rows: np.ndarray, scores: np.ndarray, fused: Sequence[float | None], among: str) -> list[Hit]:
+    def _hits(
+        self, query: Query, rows: np.ndarray, scores: np.ndarray, fused: Sequence[float | None], among: str
+    ) -> list[Hit]:
         records = self.index.records
-        texts: list[str | None] = [None] * len(rows)
-        owners = rows.tolist()
         if among == "captions":
             captions = records.captions(rows.tolist())
-            texts, owners = [each.text for each in captions], [each.image for each in captions]
-        images = records.images(owners)
-        return [Hit(*values) for values in zip(scores.tolist(), rows.tolist(), images, texts, fused, strict=True)]
+            texts: list[str | None] = [each.text for each in captions]
+            images = records.images([each.image for each in captions])
+            shown = [each.text for each in captions]
+        else:
+            texts, images = [None] * len(rows), records.images(rows.tolist())
+            shown = [self._caption(query, row) for row in rows.tolist()]
+        values = zip(scores.tolist(), rows.tolist(), images, texts, fused, shown, strict=True)
+        return [Hit(*each) for each in values]
+
+    def _caption(self, query: Query, row: int) -> str:
+        """The caption of an image that matches a query best, or its first one where there are no vectors of captions."""
+        captions = self.index.records.captions_of(row)
+        if len(captions) < 2 or "captions" not in self.index.vectors:
+            return next(iter(captions), "")
+        vectors = self.index.caption_vectors(row)
+        return captions[int((vectors @ query.vectors.float().cpu().numpy().T).max(1).argmax())]
 
 
 def _name(reranker: str | None) -> str | None:
@@ -365,3 +265,85 @@ def _name(reranker: str | None) -> str | None:
 
 def _described(reranker: str | None) -> str:
     return "its model's own head" if reranker is None else f"{_name(reranker)!r}"
+
+
+def open_searcher(
+    folder: str | Path,
+    *,
+    model: str | None = None,
+    verify: bool = False,
+    parameters: str | None = None,
+    gpu: bool = True,
+    need_model: bool = True,
+    device: torch.device | None = None,
+    reranker: str | None = None,
+) -> Searcher:
+    """Open an index together with the model that made it.
+
+    Args:
+        folder: of the index.
+        model: the model's folder, if it has moved since; None: where the index says.
+        verify: as in :class:`~coder_plugin.search.index.Index`.
+        parameters: as in :class:`~coder_plugin.search.index.Index`.
+        gpu: as in :class:`~coder_plugin.search.index.Index`.
+        need_model: False: open the model only if re-ranking needs it; texts and pictures then cannot be encoded.
+        device: of the model; None: this process's GPU, or the CPU.
+        reranker: that whose tokens the index keeps, with other options or from another package
+            (:func:`~coder_plugin.pretrained.open.open_pretrained`); None: as the index was made, if the re-ranker is ours.
+
+    Raises:
+        CoderError: no index, or a damaged one; its model has been moved, or is another one now; another re-ranker.
+    """
+    from coder_plugin.pretrained.open import open_pretrained
+    from coder_plugin.pretrained.saved_model import check_saved_reranker
+
+    index = Index(folder, verify=verify, parameters=parameters, gpu=gpu)
+    record = index.note["model"]
+    reranks = index.reranks
+    if not need_model and not reranks and reranker is None:
+        return Searcher(index, None)
+    spec = model or record.get("spec")
+    try:
+        options = _checked_options(record, model)
+        name = str(spec or record.get("name", "the index's model"))
+        export = "last" if record.get("export") == "last" else None  # the fingerprint says whether it is the same model
+        if reranks and reranker is None and record.get("reranker") is not None:
+            reranker = str(record["reranker"])
+            check_saved_reranker(reranker, f"its {NOTE}")
+        pretrained = open_pretrained(spec, options, export=export, name=name, device=device, reranker=reranker)
+    except CoderError as error:
+        moved = "; if it has moved, name its folder with --model" if model is None and "--model" not in str(error) else ""
+        raise CoderError(f"{folder}: its model cannot be opened: {error}{moved}") from error
+    return Searcher(index, pretrained)
+
+
+def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """The options that an index opens its model with. Somebody else may have written them, so they may only describe
+    a model, and what would be fetched from where they say is asked for on the command line.
+
+    Raises:
+        CoderError: other options, a model elsewhere, or no model at all.
+    """
+    from coder_plugin.pretrained.saved_model import check_model_record
+
+    options = dict(record.get("options", {}))
+    if model is not None:
+        options = {name: value for name, value in options.items() if name not in ("model", "pretrained")}
+    elif record.get("spec") is None and not isinstance(options.get("model"), str):
+        raise CoderError(f"its {NOTE} names no model")
+    return check_model_record({**record, "options": options}, f"its {NOTE}", spec=model)["options"]
+
+
+def load_image(path: str) -> Any:
+    """A picture (PIL), or the regions in an ``.npz`` file.
+
+    Raises:
+        CoderError: the file cannot be read.
+    """
+    from coder_plugin.data.decode import decode_image
+    from coder_plugin.data.regions.arrays import decode_npz
+
+    try:
+        return decode_npz(Path(path).read_bytes(), path) if path.lower().endswith(".npz") else decode_image(path)
+    except (OSError, ValueError) as error:
+        raise CoderError(f"--image {path} cannot be read: {error}") from error

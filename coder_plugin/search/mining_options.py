@@ -17,7 +17,7 @@ SAMPLING = ("top", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class MiningOptions:
-    """Options of :func:`~coder_plugin.index.mine.mine_negatives`, named as in sentence-transformers' ``mine_hard_negatives``.
+    """Options of :func:`~coder_plugin.search.mine.mine_negatives`, named as in sentence-transformers' ``mine_hard_negatives``.
 
     Args:
         num_negatives: of an image, at most; 1 or more.

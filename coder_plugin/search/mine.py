@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.files import atomic_write
-from coder_plugin.index.miner import Mined, Miner, chunks
-from coder_plugin.index.mining_options import COLUMNS, MiningOptions
-from coder_plugin.index.search import Index
 from coder_plugin.progress import Progress
+from coder_plugin.search.index import Index
+from coder_plugin.search.miner import Mined, Miner, chunks
+from coder_plugin.search.mining_options import COLUMNS, MiningOptions
 
 #: Images of a block.
 BLOCK = 256
@@ -68,7 +68,7 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
     Args:
         index: of images and their captions, opened.
         path: the table to write, atomically. An existing file is replaced.
-        **options: of :class:`~coder_plugin.index.mining_options.MiningOptions`, such as ``num_negatives=3``.
+        **options: of :class:`~coder_plugin.search.mining_options.MiningOptions`, such as ``num_negatives=3``.
 
     Returns:
         What was found and what was left out.
@@ -79,20 +79,17 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
 
     Example:
         >>> import tempfile, coder_plugin
-        >>> from coder_plugin.data.scenes import open_scenes
-        >>> from coder_plugin.data.source import ItemSource
-        >>> from coder_plugin.index.build import build_index
         >>> from coder_plugin.pretrained.export import export_model
-        >>> from coder_plugin.pretrained.open import open_pretrained
+        >>> from coder_plugin.search.build import build_index
+        >>> from coder_plugin.search.embed import EmbedJob
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = export_model(coder_plugin.create_model("coder-tiny", loss="clip"), folder / "model")
-        >>> encoder = open_pretrained(folder / "model").encoder(workers=0)
-        >>> source = ItemSource(open_scenes("train", count=8))
-        >>> _ = build_index(folder / "index", encoder, source, model={"fingerprint": "of the model"})
+        >>> names = {"model": str(folder / "model"), "data": "scenes", "output": str(folder / "index" / "embeddings")}
+        >>> _ = build_index(folder / "index", EmbedJob(**names, options={"workers": 0}))
         >>> index = Index(folder / "index")
         >>> found = mine_negatives(index, folder / "negatives.tsv", num_negatives=2, relative_margin=-1.0)
         >>> found.images, found.negatives == len((folder / "negatives.tsv").read_text().splitlines()) - 1
-        (8, True)
+        (500, True)
     """
     miner = Miner(index, MiningOptions(**options))
     summary = Summary(images=index.size("images"))
@@ -102,8 +99,7 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
     with atomic_write(path, "w") as file, Progress(summary.images, what="images") as progress:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(COLUMNS)
-        for block in chunks(index.manifest["images"], BLOCK):
-            rows = np.setdiff1d(block, index.removed["images"]).tolist()
+        for rows in chunks(index.note["images"], BLOCK):
             mined = miner.mine(rows)
             for each in mined:
                 table.writerows(table_rows(each))

@@ -72,7 +72,8 @@ def _write_arrays(table: object, folder: Path, kinds: list[str]) -> None:
     from coder_plugin.search.parquet import Table
 
     assert isinstance(table, Table)
-    with open(folder / "keys.txt", "w", encoding="utf-8") as keys, open(folder / "captions.txt", "w", encoding="utf-8") as texts:
+    files = (open(folder / f"{name}.txt", "w", encoding="utf-8") for name in ("keys", "captions"))
+    with next(files) as keys, next(files) as texts:
         for _, batch in table.batches(["key", "captions"]):
             for key, captions in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
                 keys.write(" ".join(key.splitlines()) + "\n")

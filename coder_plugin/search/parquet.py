@@ -39,7 +39,8 @@ TOKENS = {"images": "image_tokens_", "captions": "text_tokens_"}
 #: Columns that every file has, or may have.
 OWN_COLUMNS = ("key", "image_id", "captions", "path", "member", *VECTORS.values(), "thumbnail")
 COLUMN_TYPES = ("string", "int64", "float64", "bool")
-_METADATA = b"coder_plugin"
+#: Keys of our JSON in a file: what is known before its rows, in the schema, and what was counted.
+_METADATA, _COUNTS = b"coder_plugin", b"coder_plugin_counts"
 #: Rows of a group, the least that a search reads for one image. _MOST_ROWS: of somebody else's file.
 _GROUP_ROWS, _MOST_ROWS = 256, 1 << 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -123,7 +124,8 @@ def write_file(path: str | Path, schema: pa.Schema, header: Mapping[str, Any], r
     Args:
         path: of the file; its folder must exist.
         schema: of :func:`schema_of`.
-        header: JSON values for the schema's metadata, read after the last batch; ``model`` needs a ``fingerprint``.
+        header: JSON values for the schema's metadata; ``model`` needs a ``fingerprint``. ``bad``, the kind and the key of each
+            sample that was left out, is read after the last batch.
         rows: batches of images.
 
     Returns:
@@ -145,7 +147,7 @@ def write_file(path: str | Path, schema: pa.Schema, header: Mapping[str, Any], r
 
     images = captions = 0
     pending: list[pa.Table] = []
-    with atomic_path(path) as temporary, _writer(temporary, schema) as writer:
+    with atomic_path(path) as temporary, _writer(temporary, schema, header) as writer:
         for batch in rows:
             images, captions = images + len(batch.keys), captions + sum(map(len, batch.captions))
             pending.append(_table(batch, schema))
@@ -156,24 +158,27 @@ def write_file(path: str | Path, schema: pa.Schema, header: Mapping[str, Any], r
                 pending = [whole[full:]]
         for rest in [pa.concat_tables(pending)] if pending else []:
             writer.write_table(rest, row_group_size=_GROUP_ROWS)
-        content = {"format": FORMAT, **header, "rows": images, "captions": captions}
-        writer.add_key_value_metadata({_METADATA.decode(): json.dumps(content)})
-    return content
+        counts = {"rows": images, "captions": captions, "bad": header.get("bad", [])}
+        writer.add_key_value_metadata({_COUNTS.decode(): json.dumps(counts)})
+    return {"format": FORMAT, **header, **counts}
 
 
 def write_table(path: Path, table: pa.Table, header: Mapping[str, Any]) -> None:
     """Write rows that were read from a file, with another header."""
-    with _writer(path, table.schema.remove_metadata()) as writer:
+    with _writer(path, table.schema, header) as writer:
         writer.write_table(table, row_group_size=_GROUP_ROWS)
-        writer.add_key_value_metadata({_METADATA.decode(): json.dumps(dict(header))})
+        counts = {name: header[name] for name in ("rows", "captions", "bad")}
+        writer.add_key_value_metadata({_COUNTS.decode(): json.dumps(counts)})
 
 
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _writer(path: Path, schema: pa.Schema, header: Mapping[str, Any]) -> pq.ParquetWriter:
     """Not compressed: vectors and pictures do not get smaller, and a file cannot expand in a reader's memory."""
     import pyarrow.parquet as pq
 
     statistics = [name for name in schema.names if name in ("key", "image_id") or name not in OWN_COLUMNS]
     options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    known = {name: value for name, value in header.items() if name not in ("rows", "captions", "bad")}
+    schema = schema.with_metadata({_METADATA: json.dumps({"format": FORMAT, **known})})
     return pq.ParquetWriter(path, schema, write_statistics=statistics, **options)
 
 
@@ -250,6 +255,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq
 
+        self.path = path
         with _reading(path):
             if not path.is_file():
                 raise ValueError("no such file")
@@ -257,7 +263,8 @@ class _File:
             self.file = pq.ParquetFile(path, page_checksum_verification=True, memory_map=False)
             metadata, self.schema = self.file.metadata, self.file.schema_arrow
             try:
-                self.header: dict[str, Any] = json.loads((metadata.metadata or {})[_METADATA])
+                both = [json.loads((metadata.metadata or {})[name]) for name in (_METADATA, _COUNTS)]
+                self.header: dict[str, Any] = both[0] | both[1]
                 self.fingerprint: str = self.header["model"]["fingerprint"]
                 known = self.header["format"] == FORMAT
             except (KeyError, TypeError, ValueError, RecursionError):
@@ -296,7 +303,8 @@ class _File:
 
     def form(self) -> tuple[Any, ...]:
         """What all files of a table have in common."""
-        return self.fingerprint, self.sizes(), self.columns(), self.tokens()
+        with _reading(self.path):
+            return self.fingerprint, self.sizes(), self.columns(), self.tokens()
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """``dimensions`` and ``views`` of each kind of vectors."""

@@ -90,8 +90,8 @@ def check_factory(factory: str, dimensions: int) -> Any:
             f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; use Flat, HNSW32, "
             f"IVF1024,Flat or PQ64, for example: {why}"
         ) from error
-    if "IDMap" in factory or list(_parts(index))[-1].metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise CoderError(f"--factory {factory}: use an index of inner products and without ids, such as HNSW32 or IVF1024,PQ32")
+    if re.search("IDMap|NSG", factory) or list(_parts(index))[-1].metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise CoderError(f"--factory {factory}: take an index of inner products without ids, such as HNSW32 or IVF1024,PQ32")
     return index
 
 

@@ -45,10 +45,10 @@ from common import Results, add_options
 from search import random_index
 
 import coder_plugin
-from coder_plugin.search.embed import model_record
-from coder_plugin.search.searcher import Searcher, open_searcher
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
+from coder_plugin.search.embed import model_record
+from coder_plugin.search.searcher import Searcher, open_searcher
 
 WORDS = "a red blue small large old dog cat man woman child runs sits plays in on near the snow water with ball hat".split()
 

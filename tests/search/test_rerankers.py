@@ -18,13 +18,13 @@ from coder_plugin.evaluation import rerank
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.maxsim import MaxSim
-from coder_plugin.index.embeddings import Embeddings
-from coder_plugin.index.manifest import read_manifest
-from coder_plugin.index.open import open_searcher
-from coder_plugin.index.search import Index, Searcher
 from coder_plugin.pretrained.open import open_pretrained
 from coder_plugin.pretrained.saved_model import check_saved_reranker
-from tests.index.made_pictures import write_model, write_pictures
+from coder_plugin.search.embed import embedded
+from coder_plugin.search.index import Index
+from coder_plugin.search.parquet import read_npy
+from coder_plugin.search.searcher import Searcher, open_searcher
+from tests.search.made import write_model, write_pictures
 
 COUNT = 24
 
@@ -132,7 +132,7 @@ def test_one_from_another_package(export: Path, data: Path, index: Path, tmp_pat
     register("rerankers", "pooled", Pooled)
     try:
         assert build(export, data, tmp_path / "index", "--reranker", "pooled") == 0
-        assert read_manifest(tmp_path / "index")["model"]["reranker"] == "pooled"
+        assert Index(tmp_path / "index").note["model"]["reranker"] == "pooled"
         caption = open_scenes("val")[0].captions[0]
         found = {}
         for name in ("pooled", "pooled(sign=-1)"):
@@ -160,7 +160,7 @@ def test_one_from_another_package(export: Path, data: Path, index: Path, tmp_pat
 
 def test_an_index_without_tokens_cannot_re_rank(export: Path, data: Path, tmp_path: Path, capsys) -> None:
     assert build(export, data, tmp_path / "index", "--reranker", "maxsim", "--no-rerank-items") == 0
-    assert not list((tmp_path / "index").rglob("*.npy"))
+    assert not list((tmp_path / "index").glob("*tokens*"))
     searcher = open_searcher(tmp_path / "index")
     assert searcher.head is None and searcher.search(searcher.text(["two"])[0], 2)[0].fused is None
     capsys.readouterr()
@@ -188,10 +188,11 @@ def test_embeddings_keep_the_tokens(export: Path, data: Path, tmp_path: Path, ca
     assert "has no head that re-ranks: add --reranker maxsim, or leave out --tokens" in capsys.readouterr().err
     assert main([*command, "--reranker", "maxsim", "--what", "captions"]) == 2
     assert main([*command, "--reranker", "maxsim"]) == 0
-    embeddings = Embeddings(tmp_path / "e")
+    table = embedded(tmp_path / "e")
     encoded = open_pretrained(export, reranker="maxsim").encoder(workers=0)(open_source(str(data)))
-    kept = torch.from_numpy(embeddings.tokens(0)["image_tokens"])
-    assert kept.dtype == torch.float16 and embeddings.model["reranker"] == "maxsim"
+    cells = [read_npy(cell) for _, batch in table.batches(["image_tokens_tokens"]) for cell in batch.column(0).to_pylist()]
+    kept = torch.stack([torch.from_numpy(cell) for cell in cells])
+    assert kept.dtype == torch.float16 and table.model["reranker"] == "maxsim"
     torch.testing.assert_close(kept, encoded.items.images["tokens"], atol=1e-3, rtol=1e-3)
     assert main([*command, "--reranker", "maxsim(direction=both)"]) == 2
     assert "re-ranker was maxsim, is maxsim(direction=both)" in capsys.readouterr().err

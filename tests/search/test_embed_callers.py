@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.index.test_embed import content, write_shards
 
 import coder_plugin
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.job import EmbedJob
 from coder_plugin.pretrained.export import export_model
 from tests.documentation import ROOT, blocks
-from tests.index.test_embed import content, write_shards
 
 
 def shown(library: str) -> str:

@@ -14,53 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.index import manifest, mine, miner, mining_options, records_file, training, vectors_file
-from coder_plugin.index.mine import mine_negatives
-from coder_plugin.index.miner import Miner
-from coder_plugin.index.mining_options import COLUMNS, MiningOptions
-from coder_plugin.index.page import negatives_page
-from coder_plugin.index.search import Index
-from coder_plugin.index.vectors import Vectors
+from coder_plugin.search import mine, miner, mining_options
+from coder_plugin.search.index import Index
+from coder_plugin.search.mine import mine_negatives
+from coder_plugin.search.miner import Miner
+from coder_plugin.search.mining_options import COLUMNS, MiningOptions
+from coder_plugin.search.page import negatives_page
+from coder_plugin.search.vectors import Vectors
+from tests.search.made import plant
 
 #: Lets everything pass.
 LOOSE: dict[str, Any] = {"absolute_margin": -1e9, "max_similarity": 1.0}
-
-
-def plant(
-    folder: Path,
-    images: Any,
-    captions: Any,
-    owners: list[int],
-    *,
-    texts: list[str] | None = None,
-    keys: list[str] | None = None,
-    factory: str = "Flat",
-) -> Index:
-    """An index of these vectors [N, V, D] or [N, D] and [T, D]; ``owners`` are the images of the captions."""
-    images, captions = np.asarray(images, dtype=np.float32), np.asarray(captions, dtype=np.float32)
-    arrays = {"images": images if images.ndim == 3 else images[:, None], "captions": captions[:, None]}
-    texts = texts or [f"text {row}" for row in range(len(captions))]
-    keys = keys or [f"{row}.jpg" for row in range(len(images))]
-    segment = folder / manifest.SEGMENTS / "00000"
-    segment.mkdir(parents=True)
-    connection = records_file.create(segment / manifest.RECORDS)
-    image_rows = [(row, key, stable_hash(key), None, None) for row, key in enumerate(keys)]
-    records_file.add(connection, image_rows, [], [(row, owner, texts[row]) for row, owner in enumerate(owners)])
-    records_file.finish(connection)
-    sizes = {}
-    for kind, array in arrays.items():
-        rows = array.reshape(-1, array.shape[2])
-        vectors_file.write(segment / f"{kind}.faiss", [rows], training.train(factory, rows.shape[1], lambda _, rows=rows: rows))
-        sizes[kind] = dict(zip(("items", "views", "dimensions"), array.shape, strict=True))
-    counts = {"images": len(images), "captions": len(captions)}
-    content = {"model": {"fingerprint": "f"}, "plan": {"re-ranking": False}, "factory": factory, **counts}
-    content |= {"unreadable": 0, "unreadable_kinds": {}, "unreadable_keys": []}
-    content |= {"vectors": sizes, "columns": {}, "removed": {}, "segments": [{"name": "00000", **counts}]}
-    files = manifest.sums(folder, sorted(segment.iterdir()))
-    manifest.write_manifest(folder, {**content, "files": files})
-    return Index(folder)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -74,7 +39,7 @@ def plain(text: str) -> str:
 
 def reference(index: Index, options: MiningOptions) -> tuple[list[tuple[Any, ...]], Counter[str]]:
     """The table's rows, and what was dropped, by loops over all pairs."""
-    count, total = index.manifest["images"], index.manifest["captions"]
+    count, total = index.note["images"], index.note["captions"]
     images = index.vectors["images"].gather(range(count)).astype(np.float64)
     captions = index.vectors["captions"].gather(range(total))[:, 0].astype(np.float64)
     listed, image_rows = index.records.captions(range(total)), index.records.images(range(count))
@@ -127,7 +92,7 @@ def assert_rows(table: list[dict[str, str]], expected: list[tuple[Any, ...]]) ->
         np.testing.assert_allclose(values, [row[place] for row in expected], atol=2e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_the_table_is_the_reference(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -341,13 +306,7 @@ def test_a_failure_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == before and not list(tmp_path.glob(".*.writing"))
 
 
-def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
-    index = plant(tmp_path / "index", [[1.0, 0], [0, 1]], [[1.0, 0], [0, 1]], [0, 2])
-    with pytest.raises(CoderError, match="records.sqlite is damaged: caption 1 belongs to no image"):
-        Miner(index, MiningOptions())
-    index = plant(tmp_path / "longer", [[1.0, 0, 0], [0, 1, 0]], [[1.0, 0], [0, 1]], [0, 1])
-    with pytest.raises(CoderError, match="the vectors of its images and captions do not match"):
-        Miner(index, MiningOptions())
+def test_an_index_without_captions_is_refused(index: Index) -> None:
     del index.vectors["captions"]
     with pytest.raises(CoderError, match="has no vectors of captions: make it from captioned images, with --what both"):
         Miner(index, MiningOptions())

@@ -91,7 +91,8 @@ def run_add(arguments: argparse.Namespace) -> int:
             raise CoderError("EMBEDDINGS are encoded already: leave out the flags of reading data")
         check_folder(new, "embeddings", command="coder-plugin embed")
     else:
-        check_data(arguments.data, flag="--data", kind=options.get("dataset_type", "auto"))
+        kind = "pictures" if Path(arguments.data).is_dir() else options.get("dataset_type", "auto")
+        check_data(arguments.data, flag="--data", kind=kind)
         new = {"data": arguments.data, "split": arguments.split, "options": options}
     from coder_plugin.search.build import add
 

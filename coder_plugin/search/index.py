@@ -48,8 +48,9 @@ def read_note(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     """
     path = folder / NOTE
     if not path.exists():
-        unfinished = " yet: its command was stopped, run it again" if (folder / EMBEDDINGS).is_dir() else ""
-        raise CoderError(f"{folder} holds no index{unfinished}" + ("" if unfinished else " (coder-plugin index writes one)"))
+        if (folder / EMBEDDINGS).is_dir():
+            raise CoderError(f"{folder} holds no index yet: its command was stopped, run it again")
+        raise CoderError(f"{folder} is not an index: it has no {NOTE}")
     note = read_json(path)
     if not isinstance(note, dict) or note.get("format") != FORMAT:
         raise CoderError(f"{path} has another format than {FORMAT!r}: build the index again with this coder-plugin")
@@ -74,7 +75,9 @@ def read_note(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 
 def _check_note(note: Mapping[str, Any]) -> None:
     """Types of what is read, and paths that stay in the folder."""
-    if not isinstance(note["model"]["fingerprint"], str) or not isinstance(note["factory"], str):
+    model = note["model"]
+    texts = [model["fingerprint"], note["factory"], *(model[name] for name in ("name", "spec") if model.get(name) is not None)]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(model.get("options", {}), dict):
         raise ValueError("model or factory")
     files = [*note["embeddings"], *note["sizes"], *note["checksums"]]
     if bad := [name for name in files if not _PATH.fullmatch(name)]:

@@ -209,10 +209,10 @@ def test_an_index(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
     assert main(["index", str(trained), "--output", str(folder), "--data", str(tmp_path), "--workers", "0"]) == 0
     assert [each.level for each in examine(folder)] == ["ok"]
-    file = folder / "segments" / "00000" / "images.faiss"
+    file = folder / "images-00001.faiss"
     file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
     (found,) = amiss(examine(folder)).values()
-    assert found.name == "index" and "images.faiss" in found.text
+    assert found.name == "index" and "images-00001.faiss" in found.text
 
 
 def test_what_is_none_of_ours(tmp_path: Path) -> None:

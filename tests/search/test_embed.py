@@ -125,7 +125,7 @@ def test_bad_samples_are_left_out_and_listed(model: str, tmp_path: Path) -> None
     assert embedded(tmp_path / "e").headers[1]["bad"] == [["picture", embedded(tmp_path / "e").headers[1]["bad"][0][1]]]
     again = job_of(model, data, tmp_path / "e").run(shown=False)
     assert (again.made, again.bad) == (0, finished.bad)
-    with pytest.raises(CoderError, match="1 of 12 samples skipped .picture 1., more than max_bad_samples=0 of them"):
+    with pytest.raises(CoderError, match="samples skipped .picture 1., more than max_bad_samples=0 of them"):
         job_of(model, data, tmp_path / "strict", options={"max_bad_samples": 0}).run(shown=False)
 
 
@@ -193,7 +193,7 @@ def test_parts_fetch_remote_shards_once(model: str, tmp_path: Path) -> None:
         server.shutdown()
         server.server_close()
     assert made == [2, 2, 1, 1, 1]
-    assert asked == {f"/{number:04d}.tar": 1 for number in range(7)}
+    assert {name: count for name, count in asked.items() if name.endswith(".tar")} == {f"/{n:04d}.tar": 1 for n in range(7)}
     rows = pq.read_table(tmp_path / "e" / "00000003.parquet").to_pylist()
     assert rows[0]["path"] == f"http://127.0.0.1:{server.server_port}/0003.tar" and rows[0]["member"] == "0006.png"
 
@@ -239,7 +239,7 @@ def test_data_that_cannot_be_embedded(model: str, tmp_path: Path) -> None:
         job_of(model, data, tmp_path / "e", split="dev").run(shown=False)
     write_shards(tmp_path, shards=1, size=1, broken=0)
     with pytest.raises(CoderError, match="no image could be embedded: 1 of 1 samples skipped"):
-        job_of(model, str(tmp_path / "0000.tar"), tmp_path / "none", options={"max_bad_samples": 1.0}).run(shown=False)
+        job_of(model, str(tmp_path / "0000.tar"), tmp_path / "none", options={"max_bad_samples": 0.999}).run(shown=False)
     with pytest.raises(CoderError, match="has no head that re-ranks: add --reranker maxsim"):
         job_of(model, data, tmp_path / "t", tokens=True).run(shown=False)
     with pytest.raises(CoderError, match="column 'key': the file has a column of that name already"):

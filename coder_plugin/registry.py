@@ -23,7 +23,7 @@ from coder_plugin.errors import CoderError, did_you_mean
 PREFIX = "coder_plugin."
 GROUPS = (
     *("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "regions", "recipes"),
-    *("rerankers", "loss_libraries", "vector_stores"),
+    *("rerankers", "loss_libraries"),
 )
 
 #: The distribution of plugins that were registered in this process, not by an entry point.
@@ -56,7 +56,7 @@ def list_plugins(group: str | None = None, *, check: bool = False) -> list[Plugi
 
     Args:
         group: one of ``losses``, ``heads``, ``negatives``, ``positives``, ``backbones``, ``detectors``, ``readers``,
-            ``regions``, ``recipes``, ``rerankers``, ``loss_libraries`` and ``vector_stores``.
+            ``regions``, ``recipes``, ``rerankers`` and ``loss_libraries``.
         check: also import each plugin. Failures are recorded in ``error`` and not raised, so one call shows all faults.
 
     Returns:

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 def duplicates_command(arguments: argparse.Namespace) -> str:
     """Find the groups; returns what to print, and writes the files that the flags name."""
     from coder_plugin.cli.checks import writing
-    from coder_plugin.index.duplicates import find_duplicates
-    from coder_plugin.index.search import Index
+    from coder_plugin.search.duplicates import find_duplicates
+    from coder_plugin.search.index import Index
 
     index = Index(
         arguments.index, verify=arguments.verify, parameters=arguments.search_parameters, gpu=arguments.gpu
@@ -90,7 +90,7 @@ def summarize(found: Any, threshold: float) -> str:
     """What was found, and how far it can be relied on, in a few sentences."""
     import numpy as np
 
-    from coder_plugin.index.duplicates import MOST_NEIGHBOURS, ROUNDING
+    from coder_plugin.search.duplicates import MOST_NEIGHBOURS, ROUNDING
 
     copies = sum(len(group.rows) - 1 for group in found.groups)
     text = (
@@ -113,7 +113,7 @@ def summarize(found: Any, threshold: float) -> str:
 
 def _write_page(path: Path, index: Any, groups: Sequence[Any], summary: str) -> None:
     from coder_plugin.files import atomic_write
-    from coder_plugin.index.page import duplicates_page
+    from coder_plugin.search.page import duplicates_page
 
     with atomic_write(path, "w") as file:
         file.write(duplicates_page(index, groups, summary))

@@ -8,7 +8,7 @@ import os
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
-#: As of coder_plugin.index.embeddings_header, which imports more than a parser needs.
+#: As of coder_plugin.search.parquet, which imports more than a parser needs.
 _TYPES = ("string", "int64", "float64", "bool")
 
 
@@ -19,9 +19,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "embed",
         help="encode images and captions into Parquet files",
         description="Encode a folder of pictures, shards, a CSV or any other data set into Parquet files, one for each shard "
-        "or slice: keys, captions, paths, vectors. An interrupted command continues where it stopped. Several processes, "
-        "started together or not, share the work through the folder: accelerate launch -m coder_plugin.cli embed ..., a "
-        "SLURM array with --task-index and --task-count, or the same command a second time.",
+        "or slice: keys, captions, paths, vectors. An interrupted command continues where it stopped. Several processes "
+        "each make their part of the files: accelerate launch -m coder_plugin.cli embed ..., or the tasks of a SLURM array.",
     )
     add_encoding(parser, output="DIR", data_required=True)
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the vectors [float32]")
@@ -37,9 +36,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--rows-per-file", type=int, default=4096, metavar="N", help="images of a file where the data are not in shards [4096]"
     )
     parser.add_argument(
-        "--task-index", type=int, metavar="N", help="number of this task, from 0, such as $SLURM_ARRAY_TASK_ID"
+        "--task-index", type=int, metavar="N", help="number of this task, from 0 [in a SLURM array, its own]"
     )
-    parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks, such as $SLURM_ARRAY_TASK_COUNT")
+    parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks [in a SLURM array, its own]")
     add_reading(parser)
     parser.set_defaults(run=run)
 
@@ -88,6 +87,8 @@ def columns_of(named: list[str]) -> dict[str, str]:
 def share_of(task: int | None, tasks: int | None) -> tuple[int, int]:
     """This process's number among all, and how many there are: of the tasks, and in each of the processes of a launcher.
 
+    Without ``--task-index`` and ``--task-count``, a task of a SLURM array has the array's numbers.
+
     Raises:
         CoderError: only one of the two, or a number out of range.
     """
@@ -96,7 +97,10 @@ def share_of(task: int | None, tasks: int | None) -> tuple[int, int]:
     if (task is None) != (tasks is None):
         raise CoderError("--task-index and --task-count belong together: give both")
     if task is None or tasks is None:
-        task, tasks = 0, 1
+        values = {"ID": 0, "MIN": 0, "STEP": 1, "COUNT": 1}
+        array = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", value)) for name, value in values.items())
+        number, least, step, tasks = array
+        task = (number - least) // max(1, step)
     if tasks < 1 or not 0 <= task < tasks:
         raise CoderError(f"--task-index {task} of --task-count {tasks}: it must be from 0 to the count less one")
     ranks_from_slurm()
@@ -108,7 +112,7 @@ def embed_command(
     arguments: argparse.Namespace, options: dict[str, object], columns: dict[str, str], index: int, count: int
 ) -> str:
     """Embed what the flags describe; returns a summary."""
-    from coder_plugin.index.job import EmbedJob
+    from coder_plugin.search.embed import EmbedJob
 
     job = EmbedJob(
         model=arguments.run_folder,
@@ -126,19 +130,12 @@ def embed_command(
         rows_per_file=arguments.rows_per_file,
     )
     finished = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
-    header, units = finished.header, finished.header.units
-    if finished.made == 0 and finished.files == units:
-        sizes = f"{plural(units, 'file')} of {plural(finished.images, 'image')}"
-        return f"{arguments.output} is already finished: {sizes}, nothing to do"
-    if finished.files < units:
-        rest = f"other processes are making {finished.others:,} more" if finished.others else "the others are missing"
-        complete = f"{plural(finished.made, 'file')} made here, {finished.files:,} of {units:,} complete"
-        return f"embeddings {arguments.output}: {complete}; {rest}"
-    views = f"{header.views} x " if header.views > 1 else ""
+    sizes = f"{plural(finished.files, 'file')}, {plural(finished.images, 'image')}, {plural(finished.captions, 'caption')}"
+    if finished.made == 0 and finished.files == finished.units:
+        return f"{arguments.output} is already finished: {sizes}; nothing to do"
     kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(finished.bad.items()))
     lost = f"; {plural(finished.bad.total(), 'sample')} skipped ({kinds})" if finished.bad else ""
-    sizes = f"{plural(units, 'file')}, {plural(finished.images, 'image')}, {plural(finished.captions, 'caption')}"
-    return (
-        f"embeddings {arguments.output}: {sizes}; vectors of {views}{header.dimensions} dimensions, "
-        f"{header.dtype}{lost}"
-    )
+    missing = finished.units - finished.files
+    rest = f"; {plural(missing, 'file')} of other tasks are missing" if missing else ""
+    vectors = f"vectors of {job.dimensions} dimensions, {job.dtype}"
+    return f"embeddings {arguments.output}: {sizes}; {plural(finished.made, 'file')} made here, {vectors}{lost}{rest}"

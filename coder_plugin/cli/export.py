@@ -3,76 +3,82 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
+from pathlib import Path
 
-from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
+
+_FORMS = ("parquet", "numpy")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "export",
-        help="write the vectors of an index to a vector store",
-        description="Write the vectors of an index or of a folder of embeddings, with keys, ids, captions, paths and metadata, "
-        "to a vector store: LanceDB, Qdrant, Milvus, PostgreSQL with pgvector, Parquet or NumPy files. A command that was "
-        "stopped can be repeated.",
+        help="write the vectors of an index as Parquet or NumPy files",
+        description="Write the vectors of an index or of a folder of embeddings to a new folder: the Parquet files with keys, "
+        "captions and all other columns, or one NumPy array of each kind beside keys.txt and captions.txt.",
     )
     parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index or embed")
+    parser.add_argument("--to", required=True, metavar="FORM", help="parquet or numpy; vector stores read Parquet")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a folder to make")
     parser.add_argument(
-        "--to", required=True, metavar="STORE",
-        help="lancedb, qdrant, milvus, pgvector, parquet, numpy, or another of coder-plugin plugins vector_stores",
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="WHERE",
-        help="a folder, a file (Milvus Lite), an address (Qdrant, Milvus) or a connection string (PostgreSQL)",
-    )
-    parser.add_argument(
-        "--what", choices=("images", "captions", "both"), default="images",
-        help="which vectors; each kind is a table, or one of the columns of Parquet files [images]",
-    )
-    parser.add_argument("--table", metavar="NAME", help="name of the table or collection [images, captions]")
-    parser.add_argument("--overwrite", action="store_true", help="replace a table that exists")
-    parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the index's checksums first [False]"
+        "--what", choices=("images", "captions", "both"), default="images", help="of numpy: which vectors [images]"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_folder
-    from coder_plugin.registry import names
 
-    stores = sorted([*names("vector_stores"), "parquet"])
-    if arguments.to not in stores:
-        hint = did_you_mean(arguments.to, stores) or ";"
-        raise CoderError(f"--to {arguments.to}: unknown store{hint} known: {', '.join(stores)}")
+    if arguments.to not in _FORMS:
+        raise CoderError(
+            f"--to {arguments.to}: it is parquet or numpy; LanceDB, Qdrant, Milvus and pgvector take the Parquet files of an "
+            "index in a few lines: docs/vector_stores.md"
+        )
     check_folder(arguments.index, "an index", command="coder-plugin index")
     echo(export_command(arguments))
     return 0
 
 
 def export_command(arguments: argparse.Namespace) -> str:
-    """Write the tables that the flags name; returns a summary."""
-    from coder_plugin.integrations.vector_stores.export import export
+    """Write the files; returns a summary."""
+    import shutil
 
-    exported = export(
-        arguments.index,
-        arguments.to,
-        arguments.output,
-        what=arguments.what,
-        name=arguments.table,
-        overwrite=arguments.overwrite,
-        verify=arguments.verify,
-    )
-    if exported.note:
-        echo(f"note: {exported.note}", file=sys.stderr)
-    return "\n".join(_line(arguments.to, written) for written in exported.tables)
+    from coder_plugin.files import atomic_folder
+    from coder_plugin.search.embed import embedded
+    from coder_plugin.search.index import Index, is_index
+    from coder_plugin.search.parquet import KINDS
+
+    output = Path(arguments.output)
+    if output.exists():
+        raise CoderError(f"--output {output} exists: give a folder to make")
+    folder = Path(arguments.index)
+    table = Index(folder, gpu=False).table if is_index(folder) else embedded(folder)
+    kinds = [kind for kind in KINDS if arguments.what in ("both", kind)]
+    if arguments.to == "numpy" and (missing := [kind for kind in kinds if kind not in table.vector_sizes]):
+        raise CoderError(f"{folder} has no vectors of {missing[0]}: embed them with --what both")
+    with atomic_folder(output) as temporary:
+        if arguments.to == "parquet":
+            for path in table.paths:
+                shutil.copyfile(path, temporary / path.name)
+        else:
+            _write_arrays(table, temporary, kinds)
+    return f"{output}: {plural(len(table), 'image')} as {arguments.to}"
 
 
-def _line(to: str, written: Any) -> str:
-    """A line about a table. Connection strings, which may have passwords, are not shown."""
-    text = f"{to}: {written.name}: {plural(written.rows, 'row')} of {written.items:,} {written.kind}"
-    if written.rows < written.items:
-        text += "; some have the same key, of which the store keeps one"
-    return text
+def _write_arrays(table: object, folder: Path, kinds: list[str]) -> None:
+    import numpy as np
+
+    from coder_plugin.search.parquet import Table
+
+    assert isinstance(table, Table)
+    files = (open(folder / f"{name}.txt", "w", encoding="utf-8") for name in ("keys", "captions"))
+    with next(files) as keys, next(files) as texts:
+        for _, batch in table.batches(["key", "captions"]):
+            for key, captions in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
+                keys.write(" ".join(key.splitlines()) + "\n")
+                texts.writelines(f"{' '.join(key.splitlines())}\t{' '.join(text.split())}\n" for text in captions)
+    for kind in kinds:
+        size, batches = table.vector_sizes[kind], table.vector_batches(kind)
+        vectors = np.concatenate([batch.reshape(-1, size["views"], size["dimensions"]) for batch in batches])
+        np.save(folder / f"{kind}.npy", vectors[:, 0] if size["views"] == 1 else vectors)

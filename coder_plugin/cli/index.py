@@ -23,9 +23,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "index",
         help="encode images and captions into an index to search",
         description="Encode a folder of pictures, shards, a CSV or any other data set, or region features, into one folder: "
-        "FAISS index, keys, captions, thumbnails. An interrupted command continues where it stopped. Several processes: "
-        "accelerate launch -m coder_plugin.cli index ... To change a finished index: coder-plugin index add INDEX EMBEDDINGS, "
-        "coder-plugin index remove INDEX --key KEY.",
+        "Parquet files with keys, captions, vectors, thumbnails, and a FAISS index of them. An interrupted command continues "
+        "where it stopped. With another --factory a finished index is built again; nothing is encoded again. Several "
+        "processes: accelerate launch -m coder_plugin.cli index ... To change a finished index: coder-plugin index add INDEX "
+        "--data DATA, coder-plugin index remove INDEX --key KEY.",
     )
     add_encoding(parser, output="INDEX", data_required=False)
     parser.add_argument(
@@ -40,33 +41,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="keep what re-ranking needs, with --reranker or a model that has a fusion head [True]",
     )
-    _add_segment_size(parser)
     add_reading(parser)
     parser.set_defaults(run=run)
     _add_changes(parser)
 
 
-def _add_segment_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--segment-size", type=int, metavar="N",
-        help="images of a segment; an index is built and searched segment by segment, and building a larger one needs more "
-        "memory, except with --factory Flat [1,000,000 with Flat, else 128 MiB of vectors]",
-    )  # fmt: skip
-
-
 def _add_changes(parser: argparse.ArgumentParser) -> None:
     """``index add`` and ``index remove``: the first argument of ``index`` is else a run's folder, so they are no subparsers."""
+    from coder_plugin.cli.encoding import add_reading
+
     changes = {}
     for name, change, description in (
-        ("add", run_add, "Append the images of an embeddings folder to an index. Nothing is encoded, and no file is changed."),
-        ("remove", run_remove, "Remove images from what searches find. Their data stay in the index's files."),
+        ("add", run_add, "Add images to an index: a folder of coder-plugin embed, or data that the index's model encodes."),
+        ("remove", run_remove, "Remove images from an index. Their rows are deleted from its Parquet files."),
     ):
         changes[name] = type(parser)(prog=f"{parser.prog} {name}", description=description)
         changes[name].add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
         changes[name].set_defaults(run=change)
-    changes["add"].add_argument("embeddings", metavar="EMBEDDINGS", help="a folder written by coder-plugin embed, by one model")
+    changes["add"].add_argument(
+        "embeddings", nargs="?", metavar="EMBEDDINGS", help="a folder written by coder-plugin embed, by the index's model"
+    )
+    changes["add"].add_argument("--data", metavar="DATA", help="instead of EMBEDDINGS: the images, which are embedded first")
+    changes["add"].add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     changes["add"].add_argument("--replace", action="store_true", help="remove images of the index that have the same keys")
-    _add_segment_size(changes["add"])
+    add_reading(changes["add"])
     changes["remove"].add_argument("--key", nargs="+", metavar="KEY", help="keys of images")
     changes["remove"].add_argument("--keys-file", metavar="FILE", help="a text file with a key in each line")
     parse = parser.parse_known_args
@@ -80,14 +78,25 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def run_add(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_folder
+    from coder_plugin.cli.checks import check_data, check_folder
+    from coder_plugin.cli.flags import read_options
 
+    options = read_options(arguments)
     check_folder(arguments.index, "an index", command="coder-plugin index")
-    check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
-    _check_segment_size(arguments)
-    from coder_plugin.index.changes import add
+    if (arguments.embeddings is None) == (arguments.data is None):
+        raise CoderError("say what to add: a folder of coder-plugin embed, or --data")
+    new: Any = arguments.embeddings
+    if new is not None:
+        if options:
+            raise CoderError("EMBEDDINGS are encoded already: leave out the flags of reading data")
+        check_folder(new, "embeddings", command="coder-plugin embed")
+    else:
+        kind = "pictures" if Path(arguments.data).is_dir() else options.get("dataset_type", "auto")
+        check_data(arguments.data, flag="--data", kind=kind)
+        new = {"data": arguments.data, "split": arguments.split, "options": options}
+    from coder_plugin.search.build import add
 
-    added = add(arguments.index, arguments.embeddings, replace=arguments.replace, segment_size=arguments.segment_size)
+    added = add(arguments.index, new, replace=arguments.replace)
     replaced = f"; {added.replaced:,} of the same keys were removed" if added.replaced else ""
     images, captions = plural(added.images, "image"), plural(added.captions, "caption")
     echo(f"index {arguments.index}: {images} and {captions} added{replaced}")
@@ -108,7 +117,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
             raise CoderError(f"--keys-file {arguments.keys_file} cannot be read: {error}") from error
     if not keys:
         raise CoderError("no images to remove: give --key or --keys-file")
-    from coder_plugin.index.changes import remove
+    from coder_plugin.search.build import remove
 
     removed = remove(arguments.index, keys)
     missing = removed.missing
@@ -117,17 +126,11 @@ def run_remove(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_segment_size(arguments: argparse.Namespace) -> None:
-    if arguments.segment_size is not None and arguments.segment_size < 1:
-        raise CoderError(f"--segment-size must be at least 1 image, got {arguments.segment_size}")
-
-
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.encoding import check_encoding
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
-    _check_segment_size(arguments)
     if arguments.embeddings is not None:
         return _run_embeddings(arguments, options)
     if arguments.data is None:
@@ -150,29 +153,24 @@ def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -
     check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
     check_output(arguments.output)
     from coder_plugin import distributed
-    from coder_plugin.index.build import build_from_embeddings
     from coder_plugin.pretrained.device import default_device
+    from coder_plugin.search.build import build_index
 
     default_device(timeout=BUILD_TIMEOUT)
-    manifest = build_from_embeddings(
-        arguments.output,
-        arguments.embeddings,
-        what=arguments.what,
-        factory=arguments.factory,
-        rerank=arguments.rerank_items,
-        segment_size=arguments.segment_size,
-    )
+    options = {"what": arguments.what, "factory": arguments.factory, "rerank": arguments.rerank_items}
+    note = build_index(arguments.output, arguments.embeddings, **options)
     if distributed.rank() == 0:
-        echo(_summary(arguments.output, manifest))
+        echo(_summary(arguments.output, note))
     return 0
 
 
 def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
-    from coder_plugin.index.build import EMBEDDINGS, ROWS_PER_FILE, build_from_job
-    from coder_plugin.index.job import EmbedJob
     from coder_plugin.pretrained.device import default_device
+    from coder_plugin.search.build import build_index
+    from coder_plugin.search.embed import EmbedJob
+    from coder_plugin.search.index import EMBEDDINGS
 
     default_device(timeout=BUILD_TIMEOUT)
     folder = Path(arguments.output)
@@ -187,18 +185,17 @@ def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
         thumbnails=arguments.thumbnails,
         tokens=None if arguments.rerank_items else False,
         reranker=arguments.reranker if arguments.rerank_items else None,
-        rows_per_file=ROWS_PER_FILE,
     )
-    manifest = build_from_job(folder, job, factory=arguments.factory, segment_size=arguments.segment_size)
-    return _summary(arguments.output, manifest) if distributed.rank() == 0 else ""
+    note = build_index(folder, job, what=arguments.what, factory=arguments.factory, rerank=arguments.rerank_items)
+    return _summary(arguments.output, note) if distributed.rank() == 0 else ""
 
 
-def _summary(folder: str, manifest: Mapping[str, Any]) -> str:
+def _summary(folder: str, note: Mapping[str, Any]) -> str:
     vectors = ", ".join(
-        f"{kind}: {each['items']:,}{' x ' + str(each['views']) if each['views'] > 1 else ''} of {each['dimensions']} dimensions"
-        for kind, each in manifest["vectors"].items()
+        f"{kind}: {note[kind]:,}{' x ' + str(each['views']) if each['views'] > 1 else ''} of {each['dimensions']} dimensions"
+        for kind, each in note["vectors"].items()
     )
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest["unreadable_kinds"].items())
-    lost = f"; {plural(manifest['unreadable'], 'sample')} skipped ({kinds})" if manifest["unreadable"] else ""
-    sizes_text = f"{plural(manifest['images'], 'image')}, {plural(manifest['captions'], 'caption')}"
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(note["bad"].items()))
+    lost = f"; {plural(sum(note['bad'].values()), 'sample')} skipped ({kinds})" if note["bad"] else ""
+    sizes_text = f"{plural(note['images'], 'image')}, {plural(note['captions'], 'caption')}"
     return f"index {folder}: {sizes_text}; vectors of {vectors}{lost}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index.mining_options import MARGIN_FROM, SAMPLING, MiningOptions, check_output
+from coder_plugin.search.mining_options import MARGIN_FROM, SAMPLING, MiningOptions, check_output
 from coder_plugin.terminal import echo, plural
 
 #: Images on the page.
@@ -109,16 +109,16 @@ def _index_folder(arguments: argparse.Namespace) -> Path:
 
 
 def _has_index(arguments: argparse.Namespace) -> bool:
-    return (_index_folder(arguments) / "manifest.json").is_file()
+    return (_index_folder(arguments) / "index.json").is_file()
 
 
 def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mining: MiningOptions) -> str:
     """Write the table, and the page that ``--html`` names; returns a summary."""
     from coder_plugin import distributed
     from coder_plugin.cli.index import BUILD_TIMEOUT
-    from coder_plugin.index.mine import mine_negatives
-    from coder_plugin.index.search import Index
     from coder_plugin.pretrained.device import default_device
+    from coder_plugin.search.index import Index
+    from coder_plugin.search.mine import mine_negatives
 
     default_device(timeout=BUILD_TIMEOUT)
     folder = _index_folder(arguments)
@@ -144,7 +144,7 @@ def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mini
         raise CoderError(f"{error.filename or arguments.output} cannot be written: {error.strerror or error}") from error
     if not existing:
         echo(f"index: {folder}, which another mine with other margins reads again", file=sys.stderr)
-    return format_summary(arguments.output, summary, mining, index.manifest)
+    return format_summary(arguments.output, summary, mining, index.note)
 
 
 def _open_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
@@ -167,8 +167,9 @@ def _data_config(arguments: argparse.Namespace, options: Mapping[str, Any]) -> A
 
 def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
     from coder_plugin.config import READING
-    from coder_plugin.index.build import EMBEDDINGS, ROWS_PER_FILE, build_from_job
-    from coder_plugin.index.job import EmbedJob
+    from coder_plugin.search.build import build_index
+    from coder_plugin.search.embed import EmbedJob
+    from coder_plugin.search.index import EMBEDDINGS
 
     data = _data_config(arguments, options)
     job = EmbedJob(
@@ -178,9 +179,8 @@ def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[st
         options={**options, **{name: getattr(data, name) for name in READING}},  # a run's own, if it names the data
         export=arguments.export,
         split=arguments.split,
-        rows_per_file=ROWS_PER_FILE,
     )
-    build_from_job(folder, job)
+    build_index(folder, job)
 
 
 def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
@@ -189,10 +189,10 @@ def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping
     Raises:
         CoderError: the index was made from other data.
     """
-    from coder_plugin.index.job import absolute_data, content_digest, open_data
+    from coder_plugin.search.embed import absolute_data, content_digest, open_data
 
     source, _ = open_data(_data_config(arguments, options), arguments.data, arguments.split)
-    plan, digest = index.manifest["plan"], content_digest(source)
+    plan, digest = index.note["plan"], content_digest(source)
     same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute_data(arguments.data)
     if not same:
         made_from = f"{str(plan.get('data'))[:200]}, split {str(plan.get('split'))[:40]}"
@@ -205,19 +205,19 @@ def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping
 def _write_page(path: Path, index: Any, mining: MiningOptions) -> None:
     """A page of images at equal distances in the index."""
     from coder_plugin.files import atomic_write
-    from coder_plugin.index.miner import Miner
-    from coder_plugin.index.page import negatives_page
+    from coder_plugin.search.miner import Miner
+    from coder_plugin.search.page import negatives_page
 
-    images = index.manifest["images"]
+    images = index.note["images"]
     rows = sorted({images * number // _SHOWN for number in range(_SHOWN)})
     with atomic_write(path, "w") as file:
         file.write(negatives_page(index, Miner(index, mining).mine(rows)))
     echo(f"page: {path}", file=sys.stderr)
 
 
-def format_summary(path: str, summary: Any, mining: MiningOptions, manifest: Mapping[str, Any]) -> str:
+def format_summary(path: str, summary: Any, mining: MiningOptions, note: Mapping[str, Any]) -> str:
     """What was found and what was left out, as a text of several lines."""
-    from coder_plugin.index.mine import QUANTILES
+    from coder_plugin.search.mine import QUANTILES
 
     counts, asked = summary.by_count, mining.num_negatives
     fewer = sum(images for count, images in counts.items() if 0 < count < asked)
@@ -227,8 +227,8 @@ def format_summary(path: str, summary: Any, mining: MiningOptions, manifest: Map
     ]
     if summary.without_captions:
         lines.append(f"{summary.without_captions:,} of the images have no captions")
-    if manifest["unreadable"]:
-        lines.append(f"{plural(manifest['unreadable'], 'sample')} of the data could not be read when the index was made")
+    if note["bad"]:
+        lines.append(f"{plural(sum(note['bad'].values()), 'sample')} of the data could not be read when the index was made")
     lines += ["", f"{'candidates':<18}{summary.candidates:>14,}  ranks {mining.range_min + 1:,} to {mining.range_max:,}"]
     for name, text in _REASONS.items():
         count = summary.dropped[name]
@@ -240,7 +240,7 @@ def format_summary(path: str, summary: Any, mining: MiningOptions, manifest: Map
     if (fewer or counts[0]) and any(summary.dropped.values()):
         most = max(_REASONS, key=lambda name: summary.dropped[name])
         or_max = " or --margin-from max" if most == "margin" and mining.margin_from == "min" else ""
-        deeper = "a larger --range-max, or, " if mining.range_max < manifest["captions"] else ""
+        deeper = "a larger --range-max, or, " if mining.range_max < note["captions"] else ""
         lines += ["", f"for more negatives: {deeper}for {most!r}, {_ADVICE[most]}{or_max}"]
     return "\n".join(lines)
 

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def search_command(arguments: argparse.Namespace) -> str:
     """Search an index; returns what to print, and writes the page that ``--html`` names."""
-    from coder_plugin.index.open import open_searcher
+    from coder_plugin.search.searcher import open_searcher
 
     page = None if arguments.html is None else Path(arguments.html)
     if page is not None and not page.parent.is_dir():
@@ -95,7 +95,7 @@ def search_command(arguments: argparse.Namespace) -> str:
     records = searcher.index.records
     if page is not None:
         from coder_plugin.cli.checks import writing
-        from coder_plugin.index.page import results_page
+        from coder_plugin.search.page import results_page
 
         with writing(page, "--html"):
             page.write_text(results_page(searcher.index, results), encoding="utf-8")
@@ -108,14 +108,14 @@ def search_command(arguments: argparse.Namespace) -> str:
         return json.dumps(rows, indent=2, ensure_ascii=False)
     lines = []
     for name, _, hits in results:
-        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, records, arguments.where), ""]
+        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, arguments.where), ""]
     return "\n".join(lines).strip("\n")
 
 
 def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
     """The name, the picture (None for a text) and the query of each query."""
-    from coder_plugin.index.open import load_image
-    from coder_plugin.index.records import storable
+    from coder_plugin.search.parquet import storable
+    from coder_plugin.search.searcher import load_image
 
     texts = [storable(text) for value in arguments.text or [] for text in (_read_lines() if value == "-" else [value])]
     queries: list[tuple[str, Any, Any]] = []
@@ -147,7 +147,7 @@ def _row(rank: int, hit: Any, records: Any) -> Mapping[str, Any]:
         row["fused"] = hit.fused
     if hit.text is not None:
         return {**row, "text": hit.text}
-    return {**row, "captions": list(records.captions_of(hit.image.row))}
+    return {**row, "caption": hit.caption, "captions": list(records.captions_of(hit.image.row))}
 
 
 def _cell(text: str) -> str:
@@ -156,18 +156,17 @@ def _cell(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
-def _table(hits: Sequence[Any], records: Any, where: str | None) -> list[str]:
-    """The lines of a table; an image is shown with its place and its first caption."""
-    from coder_plugin.index.place import place
+def _table(hits: Sequence[Any], where: str | None) -> list[str]:
+    """The lines of a table; an image is shown with its place and the caption that matches best."""
+    from coder_plugin.search.records import place
 
     if not hits:
         return ["no results" if where is None else "no results: --where is true for no image"]
     fused = any(hit.fused is not None for hit in hits)
     rows = [["", "score", *(["fused"] if fused else []), "image", "caption"]]
     for rank, hit in enumerate(hits, 1):
-        caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
         scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
-        rows.append([str(rank), *scores, _cell(place(hit.image)), _cell(caption)])
+        rows.append([str(rank), *scores, _cell(place(hit.image)), _cell(hit.caption)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)

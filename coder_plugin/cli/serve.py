@@ -94,7 +94,7 @@ def serve_command(arguments: argparse.Namespace) -> None:
 
     with server.bind(arguments.host, arguments.port) as bound:
         from coder_plugin.data.decode import check_max_pixels
-        from coder_plugin.index.open import open_searcher
+        from coder_plugin.search.searcher import open_searcher
         from coder_plugin.serve.app import make_app
         from coder_plugin.serve.engine import Engine
         from coder_plugin.serve.guard import LOCAL, name_of
@@ -111,9 +111,9 @@ def serve_command(arguments: argparse.Namespace) -> None:
         )
         engine = Engine(searcher, rerank=arguments.rerank)
         engine.text("a picture", 1).result()  # the first search takes longer than the others
-        manifest = searcher.index.manifest
-        originals = Originals(recorded_folders(manifest) if arguments.data is None else arguments.data)
-        if manifest["images"] and originals.open(searcher.index.records.images([0])[0]) is None:
+        note = searcher.index.note
+        originals = Originals(recorded_folders(note) if arguments.data is None else arguments.data)
+        if note["images"] and originals.open(searcher.index.records.images([0])[0]) is None:
             log.warning("the pictures' own files are not found, so thumbnails are shown: --data FOLDER says where they are")
         names = {name_of(name) for name in arguments.allow_host}
         local = server.is_local(bound)
@@ -130,7 +130,7 @@ def serve_command(arguments: argparse.Namespace) -> None:
         )
         bound.listen(128)  # whoever connects from now on is answered
         sizes = ", ".join(plural(searcher.index.size(f"{kind}s"), kind) for kind in ("image", "caption"))
-        echo(f"{arguments.index}: {sizes}; model {manifest['model'].get('name') or 'without a name'}")
+        echo(f"{arguments.index}: {sizes}; model {note['model'].get('name') or 'without a name'}")
         echo(f"serving at {address} (Ctrl-C stops)")
         try:
             server.run(app, bound, connections=arguments.max_requests + _IDLE)

@@ -140,7 +140,7 @@ def check_lengths(split: Split, tokenizer: Callable[[list[str]], Any]) -> Iterat
         yield ok(f"{split.name}.captions.length", f"captions fit into {width} tokens ({len(texts):,} checked)")
         return
     text = f"{share(len(cut), len(texts))} captions fill all {width} tokens and are truncated, such as {one_line(repr(cut[0]))}"
-    do = "shorten them, or use a longer context: --open-clip force_context_length=N, or for our models --model-kwargs context_length=N"
+    do = "shorten them, or use a longer context: --open-clip force_context_length=N (ours: --model-kwargs context_length=N)"
     yield (warning if len(cut) > _AMBIGUOUS * len(texts) else note)(f"{split.name}.captions.long", text, do)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Collection
 from pathlib import PurePath
 from typing import Any
 
-import numpy as np
-
 from coder_plugin import __version__
 from coder_plugin.errors import CoderError
 
@@ -28,8 +26,8 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.decode import FORMATS, decode_image
 from coder_plugin.data.source import text_fault
 from coder_plugin.html import asset, render
-from coder_plugin.index.manifest import KINDS
-from coder_plugin.index.records import SHOWN
+from coder_plugin.search.parquet import KINDS
+from coder_plugin.search.records import SHOWN
 from coder_plugin.serve.engine import Engine, Result, UnknownKey
 from coder_plugin.serve.filters import expression, offered
 from coder_plugin.serve.guard import Guard, Refused
@@ -78,9 +76,9 @@ def make_app(
         What uvicorn, or another server, runs.
     """
     index = engine.searcher.index
-    records, columns = index.records, index.manifest["columns"]
+    records, columns = index.records, index.note["columns"]
     info = _describe(engine, upload_bytes, pixels)
-    version = hashlib.sha256(json.dumps(index.manifest, sort_keys=True).encode()).hexdigest()[:12]
+    version = hashlib.sha256(json.dumps(index.note, sort_keys=True).encode()).hexdigest()[:12]
     page, assets = render("serve.html", name=info.name), {ending: asset(f"serve.{ending}") for ending in _TYPES}
     few_pictures = asyncio.Semaphore(_PICTURES)
     app = FastAPI(
@@ -154,7 +152,7 @@ def make_app(
                 return await asyncio.wrap_future(engine.picture(picture, wanted.k, **found))
 
     def recorded(row: int) -> Any:
-        if not 0 <= row < index.manifest["images"] or records.is_removed(np.array([row]))[0]:
+        if not 0 <= row < index.size("images"):
             raise HTTPException(404, f"the index has no image {row}")
         return records.images([row])[0]
 
@@ -213,15 +211,15 @@ def make_app(
 
 def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
     searcher = engine.searcher
-    manifest = searcher.index.manifest
+    note = searcher.index.note
     return Info(
         name=searcher.index.folder.resolve().name,
         images=searcher.index.size("images"),
         captions=searcher.index.size("captions"),
-        model=PurePath(manifest["model"].get("name", "")).name,  # the server's folders are nobody's business
-        objective=manifest["model"].get("objective", ""),
+        model=PurePath(note["model"].get("name", "")).name,  # the server's folders are nobody's business
+        objective=note["model"].get("objective", ""),
         among=[kind for kind in KINDS if kind in searcher.index.vectors],
-        filters=[Filter(**each) for each in offered(searcher.index.records, manifest["columns"])],
+        filters=[Filter(**each) for each in offered(searcher.index.records, note["columns"])],
         pictures=not isinstance(searcher.pretrained.model, Backbone),  # which read regions
         most_results=MOST_RESULTS,
         most_text=MOST_TEXT,

@@ -16,9 +16,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from coder_plugin.index.records import SHOWN
-from coder_plugin.index.search import Hit, Query, Searcher
-from coder_plugin.index.vectors_file import import_faiss
+from coder_plugin.search.records import SHOWN
+from coder_plugin.search.searcher import Hit, Query, Searcher
+from coder_plugin.search.vectors import import_faiss
 
 #: What is kept of the latest texts' queries: so many bytes, and so many texts.
 CACHE_BYTES, CACHE_TEXTS = 64 << 20, 4096
@@ -48,7 +48,7 @@ class Engine:
 
     Args:
         searcher: an index and its model, which only this engine uses from now on.
-        rerank: as in :meth:`~coder_plugin.index.search.Searcher.search`.
+        rerank: as in :meth:`~coder_plugin.search.searcher.Searcher.search`.
         captions: of an image that a result has, at most.
         threads: that search; None: one a core, or one in all where FAISS searches on a GPU.
     """
@@ -73,7 +73,7 @@ class Engine:
         Args:
             text: to search for.
             k: results.
-            **options: ``among`` and others of :meth:`~coder_plugin.index.search.Searcher.search`.
+            **options: ``among`` and others of :meth:`~coder_plugin.search.searcher.Searcher.search`.
         """
         done: Future[list[Result]] = Future()
         search = partial(self._search, k=k, **options)

@@ -60,7 +60,7 @@ class Originals:
     Example:
         >>> import tempfile
         >>> from PIL import Image
-        >>> from coder_plugin.index.records import Image as Record
+        >>> from coder_plugin.search.records import Image as Record
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Image.new("RGB", (4, 2)).save(f"{folder}/a.png")
         ...     found = Originals([folder]).open(Record(0, "a.png", 1))

@@ -7,7 +7,7 @@ The unit vectors lie around made-up centres. They are written as an embeddings f
 Then, each in a process of its own, so that memory and time are that step's alone:
 
     embed    writes DIR/embeddings; kept, if it is there
-    build    coder_plugin.index.build.build_from_embeddings, and the most memory that it had resident (ru_maxrss)
+    build    coder_plugin.search.build.build_index, and the most memory that it had resident (ru_maxrss)
     truth    the ten best of each query by brute force, from the embeddings
     search   recall@10 against it, and p50 and p95 of single queries, for each nprobe
     first    opens the index in a new process and answers one query; the operating system may have the files in memory
@@ -47,33 +47,30 @@ def vectors(options: argparse.Namespace, unit: int) -> np.ndarray:
 
 
 def embed(options: argparse.Namespace) -> dict[str, Any]:
-    from coder_plugin.index.embeddings_header import Header
-    from coder_plugin.index.unit_file import Rows, is_complete, write_unit
+    from coder_plugin.search.parquet import Rows, schema_of, write_file
 
     folder = options.folder / "embeddings"
     plan = {name: getattr(options, name) for name in ("items", "dimensions", "centres", "spread")}
     units = -(-options.items // ROWS)
     model = {"fingerprint": "0" * 64, "name": "made up"}
-    header = Header(model=model, plan=plan, units=units, dimensions=options.dimensions, what="images")
     folder.mkdir(parents=True, exist_ok=True)
-    header.write(folder)
     for unit in range(units):
-        path = folder / header.file(unit)
-        if not is_complete(path, header, unit):
+        path = folder / f"{unit:08d}.parquet"
+        if not path.exists():
             found = vectors(options, unit)
             keys = [f"{unit * ROWS + number:010d}.jpg" for number in range(len(found))]
             none = [None] * len(found)
-            write_unit(path, header, unit, [Rows(keys, [[]] * len(found), found, None, none, none)])
+            header = {"model": model, "plan": plan, "units": units, "unit": unit, "bad": []}
+            schema = schema_of(options.dimensions, what="images")
+            write_file(path, schema, header, [Rows(keys, [[]] * len(found), found, None, none, none)])
     return {"bytes": sum(path.stat().st_size for path in folder.iterdir())}
 
 
 def build(options: argparse.Namespace) -> dict[str, Any]:
-    from coder_plugin.index.build import build_from_embeddings
+    from coder_plugin.search.build import build_index
 
-    embeddings, size = options.folder / "embeddings", options.segment_size
-    manifest = build_from_embeddings(options.folder / "index", embeddings, factory=options.factory, segment_size=size)
-    size = sum(each["bytes"] for each in manifest["files"].values())
-    return {"segments": len(manifest["segments"]), "bytes": size}
+    note = build_index(options.folder / "index", options.folder / "embeddings", factory=options.factory)
+    return {"bytes": sum(note["sizes"].values())}
 
 
 def batches(options: argparse.Namespace) -> Iterator[np.ndarray]:
@@ -96,7 +93,7 @@ def truth(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    from coder_plugin.index.search import Index
+    from coder_plugin.search.index import Index
 
     queries, expected = vectors(options, -1), np.load(options.folder / "truth.npy")
     table = []
@@ -113,12 +110,11 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         recall = np.mean([len({*one} & {*other}) / K for one, other in pairs])
         p50, p95 = np.percentile(times, (50, 95)).tolist()
         table.append({"nprobe": nprobe, "recall@10": float(recall), "p50 ms": p50, "p95 ms": p95})
-        index.close()
     return {"by nprobe": table}
 
 
 def first(options: argparse.Namespace) -> dict[str, Any]:
-    from coder_plugin.index.search import Index
+    from coder_plugin.search.index import Index
 
     query = vectors(options, -1)[:1]
     started = time.perf_counter()
@@ -135,7 +131,6 @@ def main() -> None:
     parser.add_argument("--dimensions", type=int, default=256)
     parser.add_argument("--factory", default="IVF4096,Flat")
     parser.add_argument("--nprobe", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--segment-size", type=int)
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--centres", type=int, default=20_000)
     parser.add_argument("--spread", type=float, default=0.6, help="of a vector around its centre, by dimension")
@@ -149,7 +144,7 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         print(json.dumps({**result, "seconds": round(time.perf_counter() - started, 3), "most resident MB": round(peak / 1e6)}))
         return
-    names = ("items", "dimensions", "factory", "nprobe", "segment_size", "queries", "centres", "spread")
+    names = ("items", "dimensions", "factory", "nprobe", "queries", "centres", "spread")
     results: dict[str, Any] = {"options": {name: getattr(options, name) for name in names}}
     results["machine"] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     for step in STEPS:

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from common import Results, add_options
 
-from coder_plugin.index.build import build_from_embeddings
-from coder_plugin.index.embeddings_header import Header
-from coder_plugin.index.search import Index, Query, Searcher
-from coder_plugin.index.unit_file import Rows, write_unit
+from coder_plugin.search.build import build_index
+from coder_plugin.search.index import Index
+from coder_plugin.search.parquet import Rows, schema_of, write_file
+from coder_plugin.search.searcher import Query, Searcher
 
 
 def random_index(folder: Path, items: int, dimensions: int, model: Mapping[str, Any]) -> None:
@@ -45,11 +45,10 @@ def random_index(folder: Path, items: int, dimensions: int, model: Mapping[str, 
             vectors = torch.nn.functional.normalize(torch.randn(len(keys), dimensions, generator=generator), dim=-1)
             yield Rows(keys, captions, vectors.numpy(), None, [None] * len(keys), [None] * len(keys))
 
-    header = Header(model=dict(model), plan={}, units=1, dimensions=dimensions, what="images")
+    header = {"model": dict(model), "plan": {}, "units": 1, "unit": 0, "bad": []}
     with tempfile.TemporaryDirectory(dir=folder.parent) as embeddings:
-        header.write(Path(embeddings))
-        write_unit(Path(embeddings) / header.file(0), header, 0, rows())
-        build_from_embeddings(folder, embeddings)
+        write_file(Path(embeddings) / "00000000.parquet", schema_of(dimensions, what="images"), header, rows())
+        build_index(folder, embeddings)
 
 
 def main() -> None:
@@ -71,8 +70,8 @@ def measure(items: int, folder: Path, options: argparse.Namespace, results: Resu
     index = Index(folder)
     searcher = Searcher(index, None)
     plain = faiss.IndexFlatIP(options.dimensions)
-    for row in range(0, items, 4096):
-        plain.add(np.concatenate([index.vector(number) for number in range(row, min(row + 4096, items))]))
+    for batch in index.table.vector_batches("images"):
+        plain.add(batch)
     queries = torch.randn(options.repeats + 20, options.dimensions, generator=torch.Generator().manual_seed(1))
     searches: dict[str, Callable[[torch.Tensor], Any]] = {
         "plain FAISS": lambda query: plain.search(query.numpy(), options.k),

@@ -45,11 +45,10 @@ from common import Results, add_options
 from search import random_index
 
 import coder_plugin
-from coder_plugin.index.job import model_record
-from coder_plugin.index.open import open_searcher
-from coder_plugin.index.search import Searcher
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
+from coder_plugin.search.embed import model_record
+from coder_plugin.search.searcher import Searcher, open_searcher
 
 WORDS = "a red blue small large old dog cat man woman child runs sits plays in on near the snow water with ball hat".split()
 
@@ -157,7 +156,7 @@ def peer(searcher: Searcher, k: int) -> Callable[[str], bool]:
     """Encode a text and search for it, in the thread of the caller."""
     index, local = searcher.index, threading.local()
     plain = None
-    if index.manifest["factory"] == "Flat" and index.vectors["images"].views == 1:
+    if index.note["factory"] == "Flat" and index.vectors["images"].views == 1:
         images = index.vectors["images"]
         plain = faiss.IndexFlatIP(images.dimensions)
         for start in range(0, images.items, 4096):

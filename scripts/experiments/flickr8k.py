@@ -201,8 +201,8 @@ class Work:
         from coder_plugin.evaluation.evaluate import shortlist_length
         from coder_plugin.evaluation.sweep import sweep
         from coder_plugin.evaluation.two_stage import measure, without_tensors
-        from coder_plugin.index.job import open_data
         from coder_plugin.pretrained.open import open_pretrained, saved_data_config
+        from coder_plugin.search.embed import open_data
 
         torch.set_num_threads(self.threads)
         setting, folder = self.plan.settings[point.setting], str(self.run_folder(point))

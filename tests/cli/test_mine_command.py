@@ -19,11 +19,11 @@ from coder_plugin.data.hard_negatives import read_negatives
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.files import read_json
-from coder_plugin.index import mine
-from coder_plugin.index.miner import Miner
-from coder_plugin.index.mining_options import COLUMNS
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_model
+from coder_plugin.search import mine
+from coder_plugin.search.miner import Miner
+from coder_plugin.search.mining_options import COLUMNS
 from tests.reliability import ranks
 
 COUNT = 20
@@ -122,7 +122,7 @@ def test_processes_of_a_launcher_build_one_index(command: str, made: Path, data:
     assert [ending.status for ending in endings] == [0, 0], endings
     printed = ["19 images, 38 captions" in ending.output or "95 negatives" in ending.output for ending in endings]
     assert printed == [True, False], endings
-    assert read_json(index / "manifest.json")["images"] == 19
+    assert read_json(index / "index.json")["images"] == 19
     assert command == "index" or output.read_bytes() == whole.read_bytes()
 
 
@@ -166,9 +166,9 @@ def test_another_model_or_other_data_are_refused(made: Path, data: Path, model: 
     assert "another --index" in error
     assert not output.exists()
     shutil.copytree(index, tmp_path / "cut")
-    next((tmp_path / "cut").rglob("captions.faiss")).write_bytes(b"")
-    assert "captions.faiss is damaged" in refused(capsys, "--index", tmp_path / "cut", "--output", output)
-    assert "is not an index: it has no manifest.json" in refused(capsys, "--index", other, "--output", output)
+    next((tmp_path / "cut").glob("captions-*.faiss")).write_bytes(b"")
+    assert "captions-00001.faiss has 0 bytes" in refused(capsys, "--index", tmp_path / "cut", "--output", output)
+    assert "is not an index: it has no index.json" in refused(capsys, "--index", other, "--output", output)
     pictures = ["--data", str(data / "other.csv"), "--what", "images", "--output", str(tmp_path / "pictures")]
     assert main(["index", str(model), *pictures, *QUICK]) == 0
     assert "has no vectors of captions" in refused(capsys, "--index", tmp_path / "pictures", "--output", output)
@@ -207,8 +207,8 @@ def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Pat
     train += ["--train-data", str(tmp_path / "other.csv"), "--csv-img-key", "picture", "--csv-caption-key", "text"]
     assert main([*train, "--epochs", "1", *QUICK, "--no-report", "--loss", "clip"]) == 0
     assert main(["mine", str(tmp_path / "run"), "--output", str(tmp_path / "negatives.tsv"), *LOOSE, *QUICK]) == 0
-    plan = read_json(tmp_path / "negatives.tsv.index" / "manifest.json")["plan"]
-    assert plan["data"] == str(tmp_path / "other.csv") and plan["split"] == "train" and not plan["re-ranking"]
+    plan = read_json(tmp_path / "negatives.tsv.index" / "index.json")["plan"]
+    assert plan["data"] == str(tmp_path / "other.csv") and plan["split"] == "train" and not plan["tokens"]
     assert "of 20 images; 20 have" in capsys.readouterr().out
     config = tmp_path / "run" / "config.json"
     content = read_json(config)

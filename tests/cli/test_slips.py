@@ -135,7 +135,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("duplicates pictures --html no/page.html", ["--html no/page.html: there is no folder no"]),
     ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: there is no folder no"]),
     ("export pictures --to lancedb", ["required: --output"]),
-    ("export pictures --to lanced --output x", ["--to lanced: unknown store", "did you mean 'lancedb'?"]),
+    ("export pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/vector_stores.md"]),
     ("export nope --to numpy --output x", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
     ("mine --output n.tsv", ["say which model", "--model", "or give its --index"]),
     ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),
@@ -209,10 +209,9 @@ HEAVY: list[tuple[str, list[str]]] = [
     ]),
     ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
-    ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no manifest.json"]),
-    ("export pictures --to numpy --output x", ["pictures is not an index: it has no manifest.json"]),
-    ("export pictures --to numpy --output x --table 'my table'", ["--table 'my table'", "letters, digits and underscores"]),
-    ("duplicates pictures", ["pictures is not an index: it has no manifest.json"]),
+    ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no index.json"]),
+    ("export pictures --to numpy --output x", ["pictures holds no embeddings"]),
+    ("duplicates pictures", ["pictures is not an index: it has no index.json"]),
     ("embed pictures --data pictures --output e", ["pictures is neither an export nor a run with one in export/best"]),
     ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
     ("embed pictures --data pairs.csv --output e --columns x", ["no column 'x' (--columns)", "'filepath', 'title'"]),
@@ -220,7 +219,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("embed pictures --data scenes --output e --columns x", ["--columns: scenes is read by 'scenes'", "csv, hf"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
-    ("serve pictures --port 0", ["pictures is not an index: it has no manifest.json"]),
+    ("serve pictures --port 0", ["pictures is not an index: it has no index.json"]),
 ]  # fmt: skip
 SLIPS = {command: parts for command, parts in [*LIGHT, *HEAVY]}
 

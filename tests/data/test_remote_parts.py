@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 import re
-import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
-from coder_plugin import distributed
 from coder_plugin.data import open_source
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.regions import open_regions
-from coder_plugin.data.regions.base import Record
-from coder_plugin.data.regions.join import RegionSource
-from coder_plugin.data.regions.shards import write_shard
 from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.extract import Job, extract, work
-from coder_plugin.errors import CoderError
-from coder_plugin.index import build, embed
-from coder_plugin.index.build import build_index
-from coder_plugin.index.search import Index
-from tests import gloo
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
-from tests.evaluation.test_evaluate import make_encoder
-from tests.training import region_data
 
 MODEL = {"name": "x", "fingerprint": "f" * 64}
 
@@ -104,130 +88,6 @@ def test_a_shard_is_shared_only_at_the_ends_of_runs_and_no_part_is_idle(tmp_path
     assert fetched(tmp_path).total() <= shards + parts - 1
     assert [item.key for item in source.part(0, parts, skip=5, **order)] == of_parts[0][5:]
     assert of_parts[0] != [item.key for item in source.part(0, parts, **{**order, "epoch": 2})]
-
-
-# an index
-
-
-@pytest.fixture(scope="module")
-def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Region features of 24 images in five shards, and the table that a vocabulary is built from."""
-    folder = tmp_path_factory.mktemp("shards")
-    _, source = make_encoder(region_data.write_precomp(folder))
-    records = [Record(item.key, item.load(), item.captions) for _, item in source.items()]
-    for number, start in enumerate(range(0, 24, 5)):
-        write_shard(str(folder / f"s{number}.tar"), records[start : start + 5])
-    return folder
-
-
-def encoder_of(folder: Path, workers: int = 0) -> Any:
-    encoder, _ = make_encoder(str(folder), batch_size=2)
-    encoder.workers = workers
-    return encoder
-
-
-def read(folder: Path) -> list[Any]:
-    index = Index(folder)
-    rows = {kind: index.manifest["vectors"][kind]["items"] for kind in ("images", "captions")}
-    vectors = [index.vector(row, kind=kind).tolist() for kind in rows for row in range(rows[kind])]
-    return [index.records.images(range(rows["images"])), index.records.captions(range(rows["captions"])), vectors]
-
-
-@pytest.fixture(scope="module")
-def whole(regions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "index"
-    build_index(folder, encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)
-    return folder
-
-
-def sums(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())["files"]
-
-
-def test_workers_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):
-    fetched(regions)
-    build_index(tmp_path / "index", encoder_of(regions, workers=2), open_source(spec(regions, 5)), model=MODEL)
-    assert fetched(regions) == Counter(range(5))
-    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
-
-
-def on_a_rank(shards: str, folder: str) -> int:
-    build_index(folder, encoder_of(Path(shards)), open_source(spec(Path(shards), 5)), model=MODEL)
-    return distributed.rank()
-
-
-def test_ranks_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):
-    fetched(regions)
-    assert gloo.run(on_a_rank, str(regions), str(tmp_path / "index")) == [0, 1]
-    assert fetched(regions) == Counter(range(5))
-    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [0, 2, 4])
-def test_a_stopped_index_of_remote_shards_continues(regions, whole, tmp_path, monkeypatch, workers, done):
-    """Also with another number of workers; shards that were encoded are neither fetched nor encoded again."""
-    real, written = embed.write_unit, []
-
-    def stopping(*args: Any, **options: Any) -> Any:
-        if len(written) == done:
-            raise Killed
-        written.append(args)
-        return real(*args, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(embed, "write_unit", stopping)
-        build_index(tmp_path / "index", encoder_of(regions, workers), open_source(spec(regions, 5)), model=MODEL)
-    fetched(regions)
-    encoder, sizes = encoder_of(regions, 2 - workers), []
-    transformed = encoder.transformed
-    monkeypatch.setattr(encoder, "transformed", lambda *args: (sizes.append(1), transformed(*args))[1])
-    made = build_index(tmp_path / "index", encoder, open_source(spec(regions, 5)), model=MODEL)
-    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
-    assert fetched(regions) == Counter(range(done, 5)) and len(sizes) == 14 - 3 * done  # of two images, and the rest
-    assert made["images"] == 24
-
-
-def test_an_index_whose_shards_are_encoded_fetches_nothing_again(regions, tmp_path, monkeypatch):
-    fetched(regions)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(build, "_assemble", lambda *a, **o: (_ for _ in ()).throw(Killed))
-        build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)
-    assert fetched(regions) == Counter(range(5))
-    assert build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)["images"] == 24
-    assert fetched(regions) == Counter()
-
-
-def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path):
-    """Picture n is red of strength 10 n. That of image 6 is an empty file."""
-    keys = [item.key for _, item in open_source(str(regions / "s{0..4}.tar")).items()]
-    for shard in range(5):
-        with tarfile.open(tmp_path / f"s{shard}.tar", "w") as tar:
-            for n in range(shard * 5, min(24, shard * 5 + 5)):
-                picture = io.BytesIO()
-                Image.new("RGB", (8, 8), (10 * n, 0, 0)).save(picture, "PNG")
-                note = json.dumps({"image_id": keys[n], "captions": ["a"]})
-                for ending, content in (("png", picture.getvalue()), ("json", note.encode())):
-                    info = tarfile.TarInfo(f"{n:03d}.{ending}")
-                    info.size = len(content) if (n, ending) != (6, "png") else 0
-                    tar.addfile(info, io.BytesIO(content))
-    pictures = open_source(spec(tmp_path, 5))
-    source = RegionSource(pictures, open_regions(str(regions / "s{0..4}.tar")), max_missing=0)
-    fetched(tmp_path)
-    build_index(tmp_path / "index", encoder_of(regions, workers=2), source, model=MODEL, pictures=pictures)
-    assert fetched(tmp_path) == Counter(range(5))
-    thumbnails = [Index(tmp_path / "index").records.thumbnail(row) for row in range(24)]
-    assert [file is not None for file in thumbnails] == [n != 6 for n in range(24)]
-    reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
-    assert reds == pytest.approx([10 * n for n in range(24) if n != 6], abs=3)
-    regions_alone = open_source(spec(regions, 5))
-    with pytest.raises(CoderError, match="thumbnails need the pictures in the same shards: join the regions to them"):
-        build_index(tmp_path / "other", encoder_of(regions), regions_alone, model=MODEL, pictures=pictures)
-    assert not (tmp_path / "other").exists()
 
 
 # an extraction

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions.shards import write_shard
 from tests.conftest import TINY
 from tests.doctor import made
 from tests.doctor.made import amiss, examine

@@ -31,7 +31,8 @@ from typing import NamedTuple
 Command = Sequence[str] | Callable[[], object]
 #: Imported before the first case, so that each case's process has them.
 MODULES = (
-    "coder_plugin.cli coder_plugin.integrations.hub coder_plugin.index.search coder_plugin.index.build coder_plugin.report.run "
+    "coder_plugin.cli coder_plugin.integrations.hub coder_plugin.search.searcher coder_plugin.search.build "
+    "coder_plugin.report.run "
     "coder_plugin.doctor.run coder_plugin.evaluation.compare coder_plugin.pretrained.text_models coder_plugin.training.loop "
     "coder_plugin.data.regions coder_plugin.data.tables h5py lmdb open_clip "
     "transformers.models.auto.tokenization_auto webdataset faiss PIL.Image sqlite3"

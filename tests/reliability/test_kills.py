@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny_run import FILES, assert_same_run, coder_options, in_child, items, options, trainer
+from tiny_run import FILES, assert_same_run, coder_options, in_child, options, trainer
 
-from coder_plugin.data.source import ItemSource
-from coder_plugin.index.build import build_index
-from coder_plugin.index.manifest import read_manifest
 from coder_plugin.training import checkpoint
 
 #: Functions whose every call is a point to die at: before it and after it.
@@ -215,48 +212,6 @@ def test_killed_at_every_point_of_a_run(tmp_path):
         f"{len(fatal)} kills at points of {len(kinds)} ({', '.join(names)}), resumed from steps "
         f"{ {step: steps.count(step) for step in sorted({*steps})} }: all as uninterrupted; {time.monotonic() - started:.0f} s"
     )
-
-
-def index(made: Any, folder: Path, fatal: int | None = None) -> int:
-    def work() -> None:
-        if fatal is not None:
-            Points(folder, fatal).install()
-        build_index(folder, made.encoder, ItemSource(items(10)), model={"fingerprint": "tiny"})
-
-    return in_child(work)
-
-
-def check_index_kills(made: Any, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Kill a build at ``count`` points, evenly, and let the same command end it: the same files as without a kill."""
-    monkeypatch.setattr("coder_plugin.index.build.ROWS_PER_FILE", 4)
-
-    def enumerate_() -> None:
-        points = Points(folder / "whole")
-        points.install()
-        build_index(folder / "whole", made.encoder, ItemSource(items(10)), model={"fingerprint": "tiny"})
-        (FILES / "kinds").write_text("\n".join(points.kinds))
-
-    assert in_child(enumerate_) == 0
-    total = len((FILES / "kinds").read_text().splitlines())
-    fatal = sorted({total * part // count for part in range(count)})
-    for point in fatal:
-        shutil.rmtree(folder / "killed", ignore_errors=True)
-        assert index(made, folder / "killed", point) == -signal.SIGKILL
-        assert index(made, folder / "killed") == 0, point
-        manifests = [read_manifest(folder / name, verify=True) for name in ("whole", "killed")]
-        assert manifests[0]["files"] == manifests[1]["files"], point
-        left = {path.name for path in (folder / "killed").rglob("*")} - {path.name for path in (folder / "whole").rglob("*")}
-        assert not left, (point, left)
-    return len(fatal)
-
-
-def test_an_index_killed_at_points_of_its_build(made, tmp_path, monkeypatch):
-    assert check_index_kills(made, tmp_path, 2, monkeypatch) == 2
-
-
-@pytest.mark.slow
-def test_an_index_killed_at_every_point_of_its_build(made, tmp_path, monkeypatch):
-    print(f"{check_index_kills(made, tmp_path, 60, monkeypatch)} kills while an index was built: the same files")
 
 
 def chain(made: Any, whole: Path, folder: Path, kills: int, seconds: float, draw: random.Random) -> list[int]:

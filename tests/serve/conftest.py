@@ -37,8 +37,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     import coder_plugin
     from coder_plugin.cli import main
     from coder_plugin.data.scenes import open_scenes
-    from coder_plugin.index.build import build_from_embeddings
     from coder_plugin.pretrained.export import export_model
+    from coder_plugin.search.build import build_index
 
     folder = tmp_path_factory.mktemp("served")
     pictures = folder / "pictures"
@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     export_model(model, folder / "export")
     flags = ["--data", str(pictures / "all.csv"), "--output", str(folder / "embeddings"), "--workers", "0"]
     assert main(["embed", str(folder / "export"), *flags, "--columns", "source", "number:int64", "note"]) == 0
-    build_from_embeddings(folder / "index", folder / "embeddings")
+    build_index(folder / "index", folder / "embeddings")
     return Made(folder / "index", pictures)
 
 

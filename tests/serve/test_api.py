@@ -16,8 +16,7 @@ from PIL import Image
 
 from coder_plugin.errors import CoderError
 from coder_plugin.html import asset
-from coder_plugin.index.open import open_searcher
-from coder_plugin.index.search import Searcher
+from coder_plugin.search.searcher import Searcher, open_searcher
 from coder_plugin.serve.app import make_app
 from coder_plugin.serve.engine import Engine
 from coder_plugin.serve.guard import LOCAL

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index.records import Image
-from coder_plugin.index.search import Hit, Query
+from coder_plugin.search.records import Image
+from coder_plugin.search.searcher import Hit, Query
 from coder_plugin.serve import engine as module
 from coder_plugin.serve.engine import Engine, UnknownKey
 

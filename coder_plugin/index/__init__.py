@@ -1,1 +1,0 @@
-"""Embed a collection into an index on disk, and search it."""

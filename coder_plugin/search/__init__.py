@@ -1,0 +1,1 @@
+"""Embed a data set into Parquet files, build an index from them, search it."""

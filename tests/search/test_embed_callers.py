@@ -1,0 +1,67 @@
+"""The callers for Ray and Spark that docs/embed.md shows, on a local Ray and a local Spark."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.index.test_embed import content, write_shards
+
+import coder_plugin
+from coder_plugin.index.embeddings import Embeddings
+from coder_plugin.index.job import EmbedJob
+from coder_plugin.pretrained.export import export_model
+from tests.documentation import ROOT, blocks
+
+
+def shown(library: str) -> str:
+    """The block of the page that uses a library, for a machine without a GPU."""
+    [text] = [block.text for block in blocks(ROOT / "docs" / "embed.md", "python") if library in block.text]
+    return text.replace("num_gpus=1, concurrency=4", "num_cpus=1")
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbedJob:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    torch.manual_seed(0)
+    export_model(coder_plugin.create_model("coder-tiny", loss="dcl"), tmp_path / "model")
+    data = write_shards(tmp_path)
+    return EmbedJob(model=str(tmp_path / "model"), data=data, output=str(tmp_path / "e"), options={"workers": 0})
+
+
+def check(job: EmbedJob) -> None:
+    """The same files as this process makes."""
+    assert Embeddings(job.output).rows == 12
+    alone = EmbedJob(model=job.model, data=job.data, output=f"{job.output}-alone", options=job.options)
+    assert alone.run(shown=False).made == 3
+    assert content(Path(job.output)) == content(Path(alone.output))
+
+
+@pytest.mark.slow
+def test_ray(job: EmbedJob) -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+    try:
+        exec(shown("import ray"), {"job": job})
+    finally:
+        ray.shutdown()
+    check(job)
+
+
+@pytest.mark.slow
+def test_spark(job: EmbedJob) -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.sql import SparkSession
+
+    os.environ.pop("SPARK_REMOTE", None)
+    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    try:
+        exec(shown("pyspark"), {"job": job})
+    finally:
+        session.stop()
+    check(job)

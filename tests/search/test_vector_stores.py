@@ -1,0 +1,31 @@
+"""The snippets of docs/vector_stores.md for LanceDB and Qdrant's local mode: the same ten results as a flat index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coder_plugin.search.build import build_index
+from coder_plugin.search.index import Index
+from tests.documentation import ROOT, blocks
+from tests.search.made import embed
+
+
+@pytest.mark.parametrize("library", ["lancedb", "qdrant_client"])
+def test_a_store_finds_what_the_index_does(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    embed(tmp_path / "e", units=2, rows=150)
+    build_index(tmp_path / "index", tmp_path / "e")
+    index = Index(tmp_path / "index")
+    texts = [block.text for block in blocks(ROOT / "docs" / "vector_stores.md", "python")]
+    [snippet] = [text for text in texts if f"import {library}" in text or f"from {library}" in text]
+    queries = np.random.default_rng(5).standard_normal((10, 8), dtype=np.float32)
+    for number, query in enumerate(queries if library == "lancedb" else queries[:1]):
+        given = {"vector": query.tolist(), "folder": str(tmp_path / "index" / "embeddings")}
+        exec(snippet, given)
+        scores, rows = index.search(query[None], 10)
+        assert [key for key, _ in given["results"]] == [each.key for each in index.records.images(rows[0].tolist())], number
+        np.testing.assert_allclose([score for _, score in given["results"]], scores[0], atol=1e-5)

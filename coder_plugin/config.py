@@ -166,7 +166,7 @@ class DataConfig:
     image_root: str | None = _option(None, "folder of the pictures that a table or a .json names")
     regions: str | None = _option(None, "region features: files or folders joined with ::")
     regions_type: str = _option(
-        "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
+        "auto", "layout of the region features: precomp, shards, or a plugin's"
     )
     max_regions: int = _option(36, "read at most the first n regions of an image", at_least=1)
     region_dropout: float = _option(

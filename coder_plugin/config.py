@@ -210,7 +210,7 @@ class DataConfig:
         None, "region features: files or folders joined with ::", metavar="DATA", uses=("reading",), common=True
     )
     regions_type: str = option(
-        "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's",
+        "auto", "layout of the region features: precomp, shards, or a plugin's",
         uses=("reading",)
     )
     max_regions: int = option(36, "read at most the first n regions of an image", at_least=1, uses=("opening",))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,6 +156,28 @@ def entry_errors(path: str, name: str) -> Iterator[None]:
     except ValueError as exc:
         kind = exc.kind if isinstance(exc, BadSample) else "regions"
         raise BadSample(kind, f"{path}: image {name!r}: {exc}") from exc
+
+
+@contextmanager
+def staged_split(folder: str, split: str, *, last: str = "") -> Iterator[str]:
+    """A temporary folder whose files are moved to ``folder`` when the block ends, the one named ``last`` after all others.
+
+    If the block or a move fails, nothing is left.
+    """
+    temporary = os.path.join(folder, f".{split}.{os.getpid()}.part")
+    os.makedirs(temporary)
+    moved: list[str] = []
+    try:
+        yield temporary
+        for name in sorted(os.listdir(temporary), key=lambda name: (name == last, name)):
+            os.replace(os.path.join(temporary, name), target := os.path.join(folder, name))
+            moved.append(target)
+    except BaseException:
+        for target in moved:
+            os.remove(target)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def warn_once(path: str, text: str) -> None:

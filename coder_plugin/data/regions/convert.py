@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,7 +13,7 @@ from coder_plugin.data.regions.base import Entry, Record, RegionFormat, Regions,
 from coder_plugin.data.regions.join import examples, find_rule, match, without_image
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import track
-from coder_plugin.registry import load, names
+from coder_plugin.registry import load
 
 if TYPE_CHECKING:
     from coder_plugin.data.source import Source
@@ -87,7 +86,7 @@ def convert(
     to_kind = guess_format(destination) if to_kind == "auto" else to_kind
     layout: RegionFormat = load("regions", to_kind)
     if layout.write is None:
-        raise CoderError(f"{destination}: layout {to_kind} is only read; write one of: {', '.join(_writable())}")
+        raise CoderError(f"{destination}: layout {to_kind} is only read; write shards or precomp")
     file, entries = _open(source, load("regions", from_kind), split)
     wanted: dict[str, tuple[str, tuple[str, ...]]] = {}  # names in the file to keys and captions
     missing: tuple[str, ...] = ()
@@ -194,13 +193,3 @@ def _join(
         resolve(matches[item.key]): (item.key, item.captions) for item in items if item.key in matches
     }
     return wanted, tuple(item.key for item in items if item.key not in matches)
-
-
-def _writable() -> list[str]:
-    """The layouts that can be written; plugins that cannot be imported are skipped."""
-    kinds = []
-    for name in names("regions"):
-        with suppress(CoderError):
-            layout: RegionFormat = load("regions", name)
-            kinds += [name] if layout.write is not None else []
-    return kinds

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import IO
 
 import numpy as np
 
-from coder_plugin.data.regions.base import Record, log
+from coder_plugin.data.regions.base import Record, log, staged_split
 from coder_plugin.errors import CoderError
 
 ENDINGS = ("ims.npy", "boxes.npy", "img_sizes.npy", "counts.npy", "whole.npy", "ids.txt", "caps.txt")
@@ -22,7 +21,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
     """Write ``records`` as the split ``split`` of the folder ``path``; returns their number.
 
     All images get as many rows as the one with most regions, the rest zeros; ``counts.npy`` then holds their numbers of
-    regions. All files are written to a temporary folder and then renamed.
+    regions.
 
     Raises:
         CoderError: the split exists, there are no records, or a record does not fit the others (dtype, channels, number of
@@ -34,34 +33,20 @@ def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
             raise CoderError(
                 f"{path}: already has {split}_{ending}{incomplete}; remove split {split!r} there or choose another folder"
             )
-    temporary = os.path.join(path, f".{split}.{os.getpid()}.part")
-    os.makedirs(temporary)
-    renamed: list[str] = []
-    try:
-        number = _write(path, temporary, records, split)
-        for ending in reversed(ENDINGS):  # the features last: readers look for them first
-            if os.path.exists(os.path.join(temporary, ending)):
-                os.replace(os.path.join(temporary, ending), target := os.path.join(path, f"{split}_{ending}"))
-                renamed.append(target)
-    except BaseException:
-        for target in renamed:
-            os.remove(target)
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return number
+    with staged_split(path, split, last=f"{split}_ims.npy") as temporary:  # readers look for the features first
+        return _write(path, os.path.join(temporary, f"{split}_"), records, split)
 
 
-def _write(folder: str, temporary: str, records: Iterable[Record], split: str) -> int:
+def _write(folder: str, prefix: str, records: Iterable[Record], split: str) -> int:
     first: Record | None = None
     names: set[str] = set()
     counts: list[int] = []
     dropped: set[str] = set()
     with ExitStack() as files:
-        arrays = {ending: _Rows(os.path.join(temporary, ending)) for ending in ENDINGS if ending.endswith(".npy")}
+        arrays = {ending: _Rows(prefix + ending) for ending in ENDINGS if ending.endswith(".npy")}
         for array in arrays.values():
             files.callback(array.close)
-        ids, caps = (files.enter_context(open(os.path.join(temporary, f"{name}.txt"), "wb")) for name in ("ids", "caps"))
+        ids, caps = (files.enter_context(open(f"{prefix}{name}.txt", "wb")) for name in ("ids", "caps"))
         for record in records:
             name, regions = record.name, record.regions
             first = record if first is None else first
@@ -100,7 +85,7 @@ def _write(folder: str, temporary: str, records: Iterable[Record], split: str) -
         if len(set(counts)) > 1:
             arrays["counts.npy"].extend(np.array(counts, np.int32))
     if not first.captions:
-        os.remove(os.path.join(temporary, "caps.txt"))
+        os.remove(prefix + "caps.txt")
     if dropped:
         log.warning("%s: precomp files cannot store %s: left out", folder, ", ".join(sorted(dropped)))
     return len(counts)

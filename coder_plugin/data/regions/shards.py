@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import Any
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz, encode_npz
-from coder_plugin.data.regions.base import Record, RegionFormat, Regions, entry_errors, log
+from coder_plugin.data.regions.base import Record, RegionFormat, Regions, entry_errors, log, staged_split
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write, open_regular
 
@@ -113,8 +112,6 @@ class ShardFile(Mapping[str, Regions]):
 def write(path: str, records: Iterable[Record], *, split: str = "train", shard_size: int = SHARD_SIZE) -> int:
     """Write ``records`` as shards of a split into the folder ``path``; returns their number.
 
-    All shards are written to a temporary folder before the first is renamed.
-
     Raises:
         CoderError: ``path`` names tar files instead of a folder or already has the split, there are no records, or a name
             occurs twice.
@@ -127,21 +124,15 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
         raise CoderError(
             f"{path}: already has {os.path.basename(existing[0])}; remove split {split!r} there or choose another"
         )
-    temporary = os.path.join(path, f".{split}.{os.getpid()}.part")
-    os.makedirs(temporary)
     sizes: dict[str, int] = {}
-    try:
+    with staged_split(path, split) as temporary:
         remaining = _each_once(path, records)
         for first in remaining:
             name = f"{split}-{len(sizes):06d}.tar"
             sizes[name] = write_shard(os.path.join(temporary, name), chain([first], islice(remaining, shard_size - 1)))
         if not sizes:
             raise CoderError(f"{path}: no images to write as split {split!r}")
-        for name in sizes:
-            os.replace(os.path.join(temporary, name), os.path.join(path, name))
-        add_sizes(path, sizes)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    add_sizes(path, sizes)
     return sum(sizes.values())
 
 

@@ -336,7 +336,7 @@ class Trainer:
         """Train to the end of the epoch, or to a stop. Returns whether the epoch is complete."""
         accum_freq, model = self.config.optim.accum_freq, self.model
         model.train()
-        with resume.reading("the position in the data"):
+        with resume.reading("the checkpoint's position in the data") if self.position else contextlib.nullcontext():
             batches = self.loader.epoch(self.epoch, self.position)
             at = self.loader.position()
         self.position = None if self.position is None else at

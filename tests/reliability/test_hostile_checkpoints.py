@@ -147,6 +147,15 @@ def test_parts_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, case: s
         resume.restore_training(trainer, state)
 
 
+@pytest.mark.parametrize("position", ["x", [1], {"epoch": 0}])
+def test_a_position_of_another_form(run: tuple[Trainer, Path], position: Any) -> None:
+    trainer, _ = run
+    trainer.position = position
+    with pytest.raises(CoderError, match="position"):
+        trainer._train_epoch()
+    trainer.position = None
+
+
 def test_an_unchanged_one_is_restored(run: tuple[Trainer, Path]) -> None:
     trainer, newest = run
     state = resume.find_state(trainer.config, newest.parent.parent)

@@ -30,7 +30,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.disk import run_lock
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
-from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
+from coder_plugin.training.signals import EXIT_STATUS, StopSignals
 from coder_plugin.training.step import NonFiniteError
 from tests.reliability import ranks as forked
 
@@ -462,27 +462,6 @@ def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finis
     assert not (tmp_path / "stopped/export/best").exists()
     trainer(options(tmp_path, name="stopped", resume="latest", save_every_steps=0)).run()
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
-
-
-def test_a_signal_while_averaged_weights_are_put_in_place(monkeypatch):
-    model = torch.nn.Linear(2, 2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    average = WeightAverage(model, 0.5)
-    for value in average.weights.values():
-        value.add_(1)
-    copy, calls = WeightAverage._copy, []
-
-    def interrupted(target: Any, weights: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            copy(target, dict(list(weights.items())[:1]))
-            raise StoppedBySignal
-        copy(target, weights)
-
-    monkeypatch.setattr(WeightAverage, "_copy", staticmethod(interrupted))
-    with pytest.raises(StoppedBySignal), average.applied(model):
-        pass
-    assert not differences(before, model.state_dict())
 
 
 @pytest.mark.parametrize("number", [1, 2])  # the average is put in place; the model's own weights are restored

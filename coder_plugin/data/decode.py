@@ -139,9 +139,9 @@ def _to_8_bit(picture: Image.Image) -> Image.Image:
 
 
 def is_picture(path: str) -> bool:
-    """Whether a file begins as one of :data:`FORMATS`, whatever its name says."""
+    """Whether a file is a JPEG, PNG, WebP or GIF by its content. (Cameras' raw files begin as TIFF, and texts may as BMP.)"""
     try:
-        with _open(path) as file, Image.open(file, formats=FORMATS):
+        with _open(path) as file, Image.open(file, formats=FORMATS[:4]):
             return True
     except Image.DecompressionBombError:
         return True

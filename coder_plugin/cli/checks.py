@@ -78,11 +78,7 @@ def check_options(
 
 
 def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
-    """Check that data exist, if they are on this machine, and that some reader knows them.
-
-    Raises:
-        CoderError: there is no such file or folder, or no reader fits; names the flag.
-    """
+    """Raise a ``CoderError`` with the flag for data that do not exist on this machine, or that no reader knows."""
     try:
         if kind == "auto" or reads_files(kind):
             check_location(spec)
@@ -130,11 +126,7 @@ def reads_files(kind: str) -> bool:
 
 
 def check_reranker(text: str | None) -> None:
-    """Check the name of a re-ranker, where one is given; its options are checked when it is built.
-
-    Raises:
-        CoderError: not of the form ``NAME(option=value)``, or unknown.
-    """
+    """Raise a ``CoderError`` for an unknown re-ranker, or one not of the form ``NAME(option=value)``; None: none is given."""
     from coder_plugin.heads.rerankers import parse_reranker
 
     if text is not None:
@@ -142,11 +134,7 @@ def check_reranker(text: str | None) -> None:
 
 
 def check_exists(path: str, *, flag: str) -> None:
-    """Check that a file or folder exists.
-
-    Raises:
-        CoderError: it does not; names the flag, and the most similar name beside it.
-    """
+    """Raise a ``CoderError`` with the flag, and the most similar name, for a file or folder that does not exist."""
     try:
         check_location(path)
     except CoderError as error:
@@ -154,32 +142,20 @@ def check_exists(path: str, *, flag: str) -> None:
 
 
 def check_model(spec: str | None) -> None:
-    """Check the folder of a run, an export or a shared model; a repository of the hub is not looked up.
-
-    Raises:
-        CoderError: there is no such folder.
-    """
+    """Raise a ``CoderError`` if a run's, export's or shared model's folder does not exist; one of the hub is not looked up."""
     if spec is not None and not spec.startswith("hf-hub:"):
         check_folder(spec, "a run or an export", command="coder-plugin train")
 
 
 def check_output(folder: str) -> None:
-    """Check that a folder to write is no file.
-
-    Raises:
-        CoderError: it is.
-    """
+    """Raise a ``CoderError`` if a folder to write is a file."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise CoderError(f"--output {folder} is a file: name a folder")
 
 
 @contextmanager
 def writing(path: str | Path, flag: str) -> Iterator[None]:
-    """Name the file of a flag where it cannot be written.
-
-    Raises:
-        CoderError: in place of an OSError.
-    """
+    """Raise a ``CoderError`` that names the flag and its file in place of an ``OSError`` while it is written."""
     try:
         yield
     except OSError as error:
@@ -187,16 +163,7 @@ def writing(path: str | Path, flag: str) -> Iterator[None]:
 
 
 def check_folder(folder: str, what: str, *, command: str) -> None:
-    """Check that a run's or an index's folder exists.
-
-    Args:
-        folder: as the user gave it.
-        what: what it should be, such as "a run".
-        command: makes one.
-
-    Raises:
-        CoderError: there is no such folder.
-    """
+    """Raise a ``CoderError`` if the folder of ``what``, such as "a run", does not exist; ``command`` makes one."""
     path = Path(folder)
     if path.is_dir():
         return

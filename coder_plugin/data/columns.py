@@ -42,10 +42,7 @@ def find_columns(
         image, captions, key: names of columns; None: not given.
         negatives: that of hard negatives, which the data may lack; None: they are not read.
         pictures: whether pictures are read.
-        name: of the data, for messages.
-
-    Raises:
-        CoderError: a column does not exist, or cannot be told; names those that there are.
+        name: of the data, for the ``CoderError`` where a column does not exist or cannot be told.
 
     Example:
         >>> find_columns({"jpg": None, "txt": None, "__key__": None})

@@ -93,11 +93,7 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
 
 
 def from_picture(picture: Image.Image, *, max_pixels: int | None = None) -> Image.Image:
-    """A picture that is open already, as :func:`decode_image` returns those of files.
-
-    Raises:
-        BadSample: as there.
-    """
+    """A picture that is open already, as :func:`decode_image` returns those of files; ``BadSample`` as there."""
     width, height = picture.size
     if width * height > _limit(max_pixels):
         raise _too_many(f"{width} x {height}", max_pixels)
@@ -105,11 +101,7 @@ def from_picture(picture: Image.Image, *, max_pixels: int | None = None) -> Imag
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """An open picture of any mode and size as RGB, its values scaled as by :func:`decode_image`.
-
-    Raises:
-        BadSample: it cannot be decoded, or has values that are not finite.
-    """
+    """An open picture of any mode and size as RGB, as by :func:`decode_image`; ``BadSample`` where it cannot be."""
     try:
         if picture.mode == "RGB" and picture.format == "JPEG":  # convert would copy it
             picture.load()
@@ -139,9 +131,9 @@ def _to_8_bit(picture: Image.Image) -> Image.Image:
 
 
 def is_picture(path: str) -> bool:
-    """Whether a file begins as one of :data:`FORMATS`, whatever its name says."""
+    """Whether a file is a JPEG, PNG, WebP or GIF by its content. (Cameras' raw files begin as TIFF, and texts may as BMP.)"""
     try:
-        with _open(path) as file, Image.open(file, formats=FORMATS):
+        with _open(path) as file, Image.open(file, formats=FORMATS[:4]):
             return True
     except Image.DecompressionBombError:
         return True

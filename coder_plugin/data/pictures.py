@@ -36,8 +36,8 @@ def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
 class Pictures:
     """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
-    A file is a picture if its name has one of the endings ``PICTURES``, in upper or lower case, or if it begins as one of the
-    formats that are read. All others, and links to folders, are counted in a warning.
+    A file is a picture if its name has one of the endings ``PICTURES``, in upper or lower case, or if its content is a JPEG,
+    PNG, WebP or GIF. All others, and links to folders, are counted in a warning.
 
     Args:
         folder: where they are.

@@ -386,6 +386,10 @@ def test_the_folder_that_img2dataset_writes_is_its_shards_and_not_the_table_besi
     mixed = str(tmp_path / "e")
     assert f"a folder of shards: give those of this split, such as '{mixed}/*.tar'" in fault(guess_kind, mixed)
     assert open_source(mixed, "webdataset").samples("draw") == 1
+    for n in range(2):
+        shard(tmp_path / f"benchmark/{n}.tar", 3)
+    (tmp_path / "benchmark/nshards.txt").write_text("1")  # it lists the shards of the folder
+    assert open_source(str(tmp_path / "benchmark")).samples("draw") == 3
     (tmp_path / "parts").mkdir()
     (tmp_path / "e").rename(tmp_path / "parts/0")
     assert "such as '" + str(tmp_path / "parts/*/*.tar") in fault(guess_kind, str(tmp_path / "parts"))

@@ -43,12 +43,13 @@ def test_what_is_not_read_is_counted_and_named_once(tmp_path, caplog):
     folder = tmp_path / "pictures"
     write(folder, "a.jpg")
     write(folder, "b.heic", "sub/c.heic", "notes.txt", "README", data=b"\0\0\0\x18ftypheic")
+    write(folder, "raw.nef", data=content("TIFF"))
     write(tmp_path / "elsewhere", "d.jpg")
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(folder / "pipe.jpg")
     assert keys(folder) == ["a.jpg"]
     (record,) = caplog.records
-    assert "left out 6 files that are no JPEG, PNG, WEBP, GIF, BMP, TIFF: without ending 2, " in record.getMessage()
+    assert "left out 7 files that are no JPEG, PNG, WEBP, GIF, BMP, TIFF: without ending 2, " in record.getMessage()
     assert record.getMessage().endswith("; the first: 'README'")
 
 

@@ -106,7 +106,7 @@ def _terms(loss: str, settings: set[str]) -> Iterator[Item]:
         if (objective := recipes.find_objective(item.name)) is None:
             yield item
         else:
-            settings |= objective.options.keys()
+            settings.update(objective.options)
             yield from _terms(objective.loss, settings)
 
 

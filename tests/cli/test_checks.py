@@ -15,7 +15,7 @@ from PIL import Image
 from coder_plugin import register, registry
 from coder_plugin.cli import main
 from coder_plugin.cli.checks import check_options
-from coder_plugin.cli.train import next_commands
+from coder_plugin.cli.train import check_concepts, next_commands
 from coder_plugin.config import resolve
 from coder_plugin.errors import CoderError
 
@@ -114,3 +114,14 @@ def test_the_training_table_is_not_evaluated() -> None:
     config = resolve([("flag", {"train_data": "a.csv", "model": "coder-tiny"})])
     trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={})
     assert [shlex.split(command)[1] for command in next_commands(trainer)] == ["index", "search"]
+
+
+def test_an_objective_may_name_its_own_vocabulary() -> None:
+    options = {"concepts.vocabulary": "mine.safetensors"}
+    register("recipes", "own-words", {"loss": "dcl + concept_dcl", "options": options})
+    try:
+        check_concepts({"train_data": "pairs.csv", "loss": "own-words + clip"})
+        with pytest.raises(CoderError, match="needs a concept vocabulary"):
+            check_concepts({"train_data": "pairs.csv", "loss": "dcl + concept_dcl"})
+    finally:
+        registry.unregister("recipes", "own-words")

@@ -29,6 +29,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --beta2 0.98", ["unknown option --beta2: write --open-clip beta2=VALUE"]),
     ("train --open-clip beta3=1", ["--open-clip beta3=1: write OPTION=VALUE, with one of", "beta2, eps"]),
     ("train --open-clip beta2", ["--open-clip beta2: write OPTION=VALUE"]),
+    ("train --open-clip lr=1", ["--open-clip lr=1: write OPTION=VALUE, with one of"]),
     ("train --open-clip beta2=high", ["--open-clip beta2 is 'high'; it must be a number"]),
     ("train --max-steps 0", ["--max-steps must be at least 1, got 0"]),
     ("train --output runs", ["unknown option --output", "did you mean --logs?"]),

@@ -42,7 +42,7 @@ class StateModule(nn.Module):
         return self
 
 
-class Moments(StateModule):
+class Moments(nn.Module):
     """Sum [D] and second moment [D, D] of a changing set of rows about a pivot [D], as float64 buffers.
 
     Args:

@@ -232,6 +232,7 @@ def create_clip(
             raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
     if weights is not None and weights.is_file():
         _check_positions(model, weights, options)
+    _check_context(name, model)
     if not (schema or pretrained):
         init_decoder(model)
     if pretrained_image_path:
@@ -256,6 +257,24 @@ def without_weights_warning() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(other)
+
+
+def _check_context(name: str, model: Any) -> None:
+    """Refuse a Hugging Face text tower with fewer positions than its texts may have tokens: a long caption would end a run.
+
+    Raises:
+        CoderError: names both numbers.
+    """
+    tower = getattr(getattr(model, "text", None), "transformer", None)
+    for path, layer in tower.named_modules() if tower is not None else ():
+        if path.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
+            first = 0 if layer.padding_idx is None else layer.padding_idx + 1  # of RoBERTa
+            positions = layer.num_embeddings - first
+            if positions < (model.context_length or 0):
+                raise CoderError(
+                    f"model {name!r}: its texts may have {model.context_length} tokens and its text tower has {positions} "
+                    f"positions: set --force-context-length {positions}"
+                )
 
 
 def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings
@@ -178,19 +177,6 @@ class KeepsState(Head):
         """:attr:`replaced_rows`, which are then forgotten: the optimizer's moments of these rows do not hold any more."""
         replaced, self.replaced_rows = self.replaced_rows, []
         return replaced
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Converting the model widens the state's buffers or leaves their types alone: half precision would round away what
-        they add up."""
-        buffers = self.state_buffers()
-        super()._apply(fn, recurse)
-        for path, before in buffers.items():
-            owner, _, name = path.rpartition(".")
-            module = self.get_submodule(owner)
-            after = module._buffers[name]
-            if after is not None and torch.promote_types(before.dtype, after.dtype) != after.dtype:
-                module._buffers[name] = before.to(after.device)
-        return self
 
     def health(self) -> dict[str, float]:
         """Figures for the log that show whether the state is sound, such as how full a bank is."""

@@ -6,17 +6,18 @@ Shapes: n samples of the global batch, m samples of a whole set, K clusters, D d
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
+from coder_plugin.memory.moments import StateModule
 from coder_plugin.tensors import add_rows
 
 #: Number of similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
 _SIMILARITIES = 2**26
 
 
-class OnlineKMeans(nn.Module):
+class OnlineKMeans(StateModule):
     """K unit centres: clustered from a whole set by :meth:`recluster`, moved by each batch in between.
 
     There are no centres before the first :meth:`recluster`. After it a batch moves each centre that it chose to

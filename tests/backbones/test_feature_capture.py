@@ -280,3 +280,8 @@ def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
     heads.write_bytes(b"no")
     with pytest.raises(CoderError, match="is not a file of scoring heads"):
         read_heads(heads)
+
+
+def test_a_context_longer_than_the_towers_positions_is_refused(make) -> None:
+    with pytest.raises(CoderError, match="may have 4096 tokens and its text tower has .* set --force-context-length"):
+        make(text="bert-mean", force_context_length=4096)

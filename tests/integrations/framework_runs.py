@@ -287,11 +287,12 @@ class Recorder(coder_plugin.Trainer):
         return super().training_step(batches)
 
 
-def ours(model: Any, loss: str, folder: Path) -> Recorder:
+def ours(model: Any, loss: str | Objective, folder: Path, *, steps: int = STEPS, **further: Any) -> Recorder:
     """Train on the built-in scenes."""
-    optim = {"batch_size": PAIRS, "lr": 1e-3, "warmup": 0, "lr_scheduler": "const", "epochs": 1}
+    optim = {"batch_size": PAIRS, "lr": 1e-3, "warmup": 0, "lr_scheduler": "const", "epochs": 1, **further}
     options = {**optim, "workers": 0, "report": False, "logs": str(folder), "name": "ours"}
-    trainer = Recorder(model=model, loss=objective(loss), train=open_scenes("train", count=PAIRS * STEPS), config=options)
+    parsed = loss if isinstance(loss, Objective) else objective(loss)
+    trainer = Recorder(model=model, loss=parsed, train=open_scenes("train", count=PAIRS * steps), config=options)
     trainer.seen = []
     trainer.run()
     return trainer

@@ -1,0 +1,124 @@
+"""The table of docs/frameworks.md: every cell with a "yes" is a training that runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coder_plugin
+from tests.documentation import ROOT
+from tests.integrations.test_frameworks import OLD_TRANSFORMERS, differences, quiet, runs
+from tests.reliability import ranks
+
+__all__ = ["quiet", "runs"]
+
+LOSSES = ("clip", "siglip", "dcl + m_dcl", "coder")
+LOOPS = {
+    "your own": "raw", "Hugging Face": "hugging_face", "Lightning": "in_lightning",
+    "sentence-transformers": "sentence_transformers", "`coder-plugin train`": "ours",
+}  # fmt: skip
+SETTINGS = ("one process", "DDP", "accumulation", "bf16", "compile", "resume")
+
+
+def table() -> dict[tuple[str, str, str], str]:
+    """The cells of the page by loop, loss and setting."""
+    lines = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8").splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("| loop | loss |"))
+    assert [each.strip() for each in lines[head].strip("|").split("|")][2:] == list(SETTINGS)
+    found = {}
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[head + 2 :]):
+        loop, loss, *cells = (each.strip() for each in line.strip("|").split("|"))
+        found.update({(LOOPS[loop], loss.strip("`"), setting): cell for setting, cell in zip(SETTINGS, cells, strict=True)})
+    return found
+
+
+def test_the_table_is_complete() -> None:
+    cells = table()
+    assert set(cells) == set(itertools.product(LOOPS.values(), LOSSES, SETTINGS))
+    assert all(cell in ("yes", "yes, elsewhere", "not tried") for cell in cells.values())
+
+
+def trained(runs: Any, path: str, loop: str, loss: str, setting: str, folder: Path) -> Any:
+    """A model after two steps."""
+    objective = runs.objective(loss)
+    torch.manual_seed(0)
+    model = coder_plugin.create_model(path, loss=objective).train()
+    criterion = coder_plugin.create_loss(objective, model=model)
+    accumulate = 2 if setting == "accumulation" else 1
+    data, options = runs.batches(2 * accumulate), {"accumulate": accumulate}
+    context: Any = contextlib.nullcontext()
+    if loop == "ours":
+        further = {"accum_freq": accumulate, "precision": "amp_bf16" if setting == "bf16" else "fp32"}
+        return runs.ours(model, objective, folder, steps=2 * accumulate, **further).model
+    if setting == "bf16":
+        options |= {"hugging_face": {"bf16": True}, "in_lightning": {"precision": "bf16-mixed"}}.get(loop, {})
+        if loop == "raw":
+            context = torch.autocast("cpu", torch.bfloat16)
+    if setting == "compile":
+        model = torch.compile(model, backend="eager")
+    with context:
+        if loop == "sentence_transformers":
+            place, optimizer = folder / "st", runs.adamw(model)
+            more = {"gradient_accumulation_steps": accumulate, "max_steps": 2, "bf16": setting == "bf16"}
+            runs.sentence_transformers_runs.train(model, objective, data, place, optimizer, **more)
+        else:
+            getattr(runs, loop)(model, criterion, data, folder, **options)
+    return getattr(model, "_orig_mod", model)
+
+
+def check(runs: Any, model: Any, loss: str, pairs: int = 4) -> None:
+    assert [name for name, value in model.state_dict().items() if value.isnan().any()] == []
+    assert not hasattr(model.coder.heads, "momentum") or model.coder.heads["momentum"].bank.count == min(10, 2 * pairs)
+    assert loss == "clip" or loss == "siglip" or hasattr(model.coder.heads, "momentum")
+
+
+@pytest.mark.parametrize("setting", ["one process", "accumulation", "bf16", "compile"])
+@pytest.mark.parametrize("loop", list(LOOPS.values()))
+def test_cells_of_one_process(runs: Any, tiny_model: str, tmp_path: Path, loop: str, setting: str) -> None:
+    for loss in LOSSES:
+        if table()[loop, loss, setting] == "yes":
+            # our own trainer's accumulated batches are one batch
+            pairs = 8 if (loop, setting) == ("ours", "accumulation") else 4
+            check(runs, trained(runs, tiny_model, loop, loss, setting, tmp_path / loss), loss, pairs)
+
+
+@pytest.mark.parametrize("loop", ["raw", "hugging_face", "in_lightning"])
+def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str) -> None:
+    for number, loss in enumerate(LOSSES):
+        if table()[loop, loss, "resume"] != "yes":
+            continue
+        objective, data, folder = runs.objective(loss), runs.batches(2), tmp_path / str(number)
+        models = [coder_plugin.create_model(tiny_model, loss=objective).train() for _ in range(2)]
+        criteria = [coder_plugin.create_loss(objective, model=model) for model in models]
+        if loop == "raw":
+            optimizers = [runs.adamw(model) for model in models]
+            runs.raw(models[0], criteria[0], data, folder, make_optimizer=lambda _: optimizers[0])  # noqa: B023
+            models[1].load_state_dict(models[0].state_dict())
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+            for model, criterion, optimizer in zip(models, criteria, optimizers, strict=True):
+                if model.coder.followed_by is not None:
+                    model.coder.followed_by.remove()
+                torch.manual_seed(1)
+                runs.raw(model, criterion, runs.batches(2, seed=1), folder, make_optimizer=lambda _: optimizer)  # noqa: B023
+        else:
+            checkpoint, options = runs.two_epochs(loop, folder)
+            torch.manual_seed(1)
+            getattr(runs, loop)(models[0], criteria[0], data, folder, **options)
+            getattr(runs, loop)(models[1], criteria[1], data, folder, resume=str(checkpoint), **options)
+        assert differences(models[1].state_dict(), models[0].state_dict()) == [], loss
+
+
+def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
+    for (loop, loss, setting), cell in table().items():
+        if setting == "DDP" and cell == "yes" and not (OLD_TRANSFORMERS and loop in ("hugging_face", "sentence_transformers")):
+            check(runs, trained(runs, path, loop, loss, setting, folder / loop), loss, 8)
+
+
+def test_cells_of_two_processes(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path)
+    assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output

@@ -101,7 +101,6 @@ def test_a_manifest_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, ca
     assert checkpoint.newest(tmp_path) is None and path.is_dir()
 
 
-POSITION = "position-rank0.json"
 PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no terms": (edit_json("manifest.json", objective={}), "the checkpoint does not have the form .*KeyError"),
     "a term that is a number": (edit_json("manifest.json", objective={"terms": [3], "heads": {}}), "does not have the form"),
@@ -120,20 +119,10 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a schedule with another attribute": (edit_json("schedule.json", step="x"), r"schedule has \['step'\]"),
     "a schedule of another type": (edit_json("schedule.json", last_epoch="x"), "schedule.last_epoch is a str"),
     "an average of another shape": (edit_tensor("average.safetensors", "proj", lambda t: t[:1]), "the checkpoint's average"),
-    "a position that is a text": (lambda path: (path / POSITION).write_text('"x"'), "position in the data has epoch="),
-    "a position below zero": (
-        lambda path: (path / POSITION).write_text(json.dumps(POSITION_OF_ONE | {"batches": -1})),
-        "something else than counts",
-    ),
     "random states of another kind": (
         lambda path: (path / "rng-rank0.json").write_text('{"torch": 1, "numpy": 2, "python": 3}'),
         "does not mention the tensor",
     ),
-}
-POSITION_OF_ONE = {
-    "epoch": 1, "batches": 1, "consumed": [1], "last": 0, "leftover": 0, "offset": 0, "before": 0, "rank": 0,
-    "bad": {"read": 0, "kinds": {}}, "again": {"read": 0, "kinds": {}},
-    "rest": [], "setting": {"ranks": 1, "workers": 1, "batch size": 4},
 }
 
 

@@ -402,14 +402,6 @@ CASES = [
         "array-records", "rerank/image_tokens.npy", npy(array=np.zeros(6, "f4,i4")), "is not an array of numbers", FUSION
     ),
     # -- other commands
-    file_case(
-        "doctor-view",
-        "records.sqlite",
-        sql("DROP TABLE images", f"CREATE VIEW images AS {LOOP}"),
-        "views or indexes",
-        status=1,
-        commands=[["doctor", "index"]],
-    ),
     Case(
         name="index-doctor-deep",
         write=lambda folder, canary: (folder / "manifest.json").write_text("[" * 100_000),

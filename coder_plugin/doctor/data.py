@@ -39,12 +39,13 @@ _REMOTE = re.compile(r"(?:^|::)(?:pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 @dataclass
 class Split:
-    """The images of a split that can be read, and why the others cannot."""
+    """The images of a split that can be read, why others cannot, and whether the reader stopped at an error."""
 
     name: str
     source: Any
     items: list[Item] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    broken: bool = False
 
     def sample(self, size: int, seed: int) -> list[Item]:
         """``size`` images spread over the data: one drawn from each of ``size`` consecutive parts of equal length."""
@@ -74,6 +75,7 @@ def read_split(splits: dict[str, Split], name: str, config: TrainConfig, most: i
             yield note(f"{name}.partial", text, "--all reads all")
     except CoderError as raised:
         error = raised
+    split.broken = error is not None
     if error is not None:
         do = f"training would stop here; the {many(len(split.items), 'image')} before it were checked"
         yield problem(f"{name}.broken", one_line(error), f"make or download the file again; {do}")
@@ -241,7 +243,7 @@ def _copies(ours: Sequence[Look], theirs: Sequence[Look], *, within: bool = Fals
     for place, look in enumerate(theirs):
         before = place if within else len(ours)
         differing = _ONES[(bits[:before] ^ np.uint64(look.bits)).view(np.uint8).reshape(-1, 8)].sum(1)
-        for number in np.flatnonzero(differing <= _BITS):
+        for number in np.flatnonzero(differing <= _BITS).tolist():
             other = ours[number]
             differ = other.key != look.key if within else other.pixels != look.pixels
             if differ and float(small[number] @ look.small) >= _CORRELATION:

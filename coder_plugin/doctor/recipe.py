@@ -34,7 +34,7 @@ def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Ite
     heads = ", ".join(required_heads(objective)) or "none"
     yield ok("recipe.loss", f'--loss "{config.loss.expression}" is {objective}; heads: {heads}')
     source = split.source if split is not None else make_source(config.data, split="train") if config.data.on_scenes else None
-    if source is None or (split is not None and not split.items):
+    if source is None or (split is not None and (split.broken or not split.items)):
         do = "fix the data, or run doctor on the machine that has them: some options depend on the data"
         yield note("recipe.data", "without readable training data the model was not checked", do)
         return

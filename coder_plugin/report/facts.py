@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -91,7 +92,8 @@ def command_blocks(run: RunFolder) -> list[Block]:
     texts = {}
     if run.config is not None:
         texts["train with the same options"] = f"{start} train --config {file}"
-        if (run.manifest or {}).get("epoch", 0) < (run.config.get("epochs") or 0):
+        done, steps = run.manifest or {}, (run.plan or {}).get("steps", math.inf)
+        if done.get("epoch", 0) < (run.config.get("epochs") or 0) and done.get("step", 0) < steps:
             place = run.path.resolve()
             where = f"--logs {shlex.quote(str(place.parent))} --name {shlex.quote(place.name)}"
             texts["resume the run, which has not reached its last epoch"] = (

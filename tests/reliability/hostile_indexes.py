@@ -318,8 +318,11 @@ CASES = [
     file_case("array-short", TOKENS, npy(array=np.zeros((5, 4), "f2")), BAD_ARRAY, FUSION),
     file_case("array-shape", TOKENS, npy(array=np.zeros((6, 1, 1), "f2")), "does not fit the index's model", FUSION),
     # -- other commands
-    file_case(
-        "doctor-cut", PARQUET, lambda path: os.truncate(path, 9000), PARQUET[-8:], status=1, commands=[["doctor", "index"]]
+    Case(
+        name="index-doctor-deep",
+        write=lambda folder, canary: (folder / "manifest.json").write_text("[" * 100_000),
+        commands=[["doctor", "."]],
+        says=["is neither a run's folder"],
     ),
     Case(name="index-begun-list", write=partial(begun, "[1]"), commands=[BUILD], says=["has another format"]),
     Case(name="index-begun-deep", write=partial(begun, "[" * 100_000), commands=[BUILD], says=["nested too deeply"]),

@@ -92,6 +92,8 @@ def build_index(
     options = {"what": what, "factory": factory, "rerank": rerank}
     if what not in ("both", *KINDS):
         raise CoderError(f"what must be both, images or captions, got {what!r}")
+    if job is not None:
+        _on_all_ranks(lambda: job.opened)  # what it cannot open leaves no folder
     with write_lock(folder):
         before = read_note(folder) if is_index(folder) else None
         table = None if isinstance(embeddings, EmbedJob) else embedded(embeddings)

@@ -39,7 +39,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     export_model(coder_plugin.create_model("coder-tiny", loss="clip"), folder / "export")
     command = ["embed", str(folder / "export"), "--data", str(folder / "all.csv"), "--output", str(folder / "embeddings")]
-    flags = ["--columns", "source", "width:int64", "--reranker", "maxsim", "--workers", "0", "--image-root", str(folder), "--rows-per-file", "12"]
+    flags = ["--columns", "source", "width:int64", "--reranker", "maxsim", "--workers", "0", "--image-root", str(folder)]
+    flags += ["--rows-per-file", "12"]
     assert main([*command, *flags]) == 0
     build_index(folder / "index", folder / "embeddings")
     return folder / "index"

@@ -92,6 +92,8 @@ def build_index(
     options = {"what": what, "factory": factory, "rerank": rerank}
     if what not in ("both", *KINDS):
         raise CoderError(f"what must be both, images or captions, got {what!r}")
+    if job is not None:
+        _on_all_ranks(lambda: job.opened)  # what it cannot open leaves no folder
     with write_lock(folder):
         before = read_note(folder) if is_index(folder) else None
         table = None if isinstance(embeddings, EmbedJob) else embedded(embeddings)
@@ -107,6 +109,7 @@ def build_index(
 
         def assemble() -> None:
             if before is not None:
+                _tidy(folder, before)
                 if before["options"] != options:
                     _derive(folder, [folder / name for name in before["embeddings"]], before, options)
                 return
@@ -141,6 +144,7 @@ def add(
     read_note(folder)
     with write_lock(folder):
         index = Index(folder, gpu=False)
+        _tidy(folder, index.note)
         if isinstance(embeddings, Mapping):
             job = _adding_job(index, embeddings)
             job.run()
@@ -182,6 +186,7 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
     read_note(folder)
     with write_lock(folder):
         index = Index(folder, gpu=False)
+        _tidy(folder, index.note)
         found = {key: rows for key in keys if (rows := index.records.rows_of(key))}
         rows = sorted(row for each in found.values() for row in each)
         if len(rows) == index.note["images"]:
@@ -304,7 +309,6 @@ def _derive(
         folder: the index. paths: its files in their order. before: its note until now; None: there was none.
         options: ``what``, ``factory``, ``rerank``. headers: of files that were added, for the samples that were left out.
     """
-    remove_all_leftovers(folder)
     table = Table(paths)
     number = 1 if before is None else before["build"] + 1
     what, factory = options["what"], options["factory"]
@@ -361,7 +365,7 @@ def _derive(
     fsync_path(folder / EMBEDDINGS)
     with atomic_write(folder / NOTE, "w") as note_file:
         note_file.write(json.dumps(note, indent=1) + "\n")
-    _remove_old(folder, note)
+    _tidy(folder, note)
     return note
 
 
@@ -402,8 +406,10 @@ def _write_tokens(path: Path, table: Table, name: str, count: int) -> None:
         raise CoderError(f"{table.paths[0].parent}: its column {name} has no tokens ({reason}): embed again") from error
 
 
-def _remove_old(folder: Path, note: Mapping[str, Any]) -> None:
-    """Remove what the note does not name: files of older builds, and of those that were killed."""
+def _tidy(folder: Path, note: Mapping[str, Any]) -> None:
+    """Remove what the note does not name: files of older builds, and of changes that were killed."""
+    for each in (folder, folder / EMBEDDINGS):
+        remove_all_leftovers(each)
     for path in [*folder.glob("*.faiss"), *folder.glob("*.npy"), *(folder / EMBEDDINGS).glob("*.parquet")]:
         if path.relative_to(folder).as_posix() not in (*note["sizes"], *note["embeddings"]):
             path.unlink(missing_ok=True)

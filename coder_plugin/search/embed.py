@@ -183,6 +183,7 @@ class EmbedJob:
     def _prepare(self) -> None:
         """Make the folder. One that holds something else is refused before a model computes."""
         folder = Path(self.output)
+        _ = self.opened  # what cannot be opened leaves no folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_all_leftovers(folder)

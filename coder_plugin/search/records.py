@@ -135,7 +135,10 @@ class Records:
 
     def thumbnail(self, row: int) -> bytes | None:
         """The JPEG file of an image's thumbnail; None where there is none."""
-        return self.table.large(row, "thumbnail")
+        content = self.table.large(row, "thumbnail")
+        if content is not None and content[:3] != b"\xff\xd8\xff":
+            raise CoderError(f"{self.table.paths[0].parent}: the thumbnail of image {row} is not a JPEG file: embed again")
+        return content
 
     def metadata(self, row: int, *, characters: int | None = None) -> dict[str, Any]:
         """The metadata columns of an image, of a text so many characters; None where a column has no value."""

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.index.test_embed import content, write_shards
 
 import coder_plugin
-from coder_plugin.index.embeddings import Embeddings
-from coder_plugin.index.job import EmbedJob
 from coder_plugin.pretrained.export import export_model
+from coder_plugin.search.embed import EmbedJob, embedded
 from tests.documentation import ROOT, blocks
+from tests.search.test_embed import content, write_shards
 
 
 def shown(library: str) -> str:
@@ -36,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbedJob:
 
 def check(job: EmbedJob) -> None:
     """The same files as this process makes."""
-    assert Embeddings(job.output).rows == 12
+    assert len(embedded(job.output)) == 12
     alone = EmbedJob(model=job.model, data=job.data, output=f"{job.output}-alone", options=job.options)
     assert alone.run(shown=False).made == 3
     assert content(Path(job.output)) == content(Path(alone.output))

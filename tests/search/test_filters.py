@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,17 +15,17 @@ import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
-from coder_plugin.index.build import build_from_embeddings
-from coder_plugin.index.open import open_searcher
-from coder_plugin.index.search import Searcher
 from coder_plugin.pretrained.export import export_model
+from coder_plugin.search import records
+from coder_plugin.search.build import build_index
+from coder_plugin.search.searcher import Searcher, open_searcher
 
 COUNT = 30
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty scenes in three segments, with two columns and tokens; in every third the column source is "coco"."""
+    """Thirty scenes in three files, with two columns and tokens; in every third the column source is "coco"."""
     folder = tmp_path_factory.mktemp("filters")
     scenes = open_scenes("val")
     (folder / "my pictures").mkdir()
@@ -41,8 +40,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_model(coder_plugin.create_model("coder-tiny", loss="clip"), folder / "export")
     command = ["embed", str(folder / "export"), "--data", str(folder / "all.csv"), "--output", str(folder / "embeddings")]
     flags = ["--columns", "source", "width:int64", "--reranker", "maxsim", "--workers", "0", "--image-root", str(folder)]
+    flags += ["--rows-per-file", "12"]
     assert main([*command, *flags]) == 0
-    build_from_embeddings(folder / "index", folder / "embeddings", segment_size=12)
+    build_index(folder / "index", folder / "embeddings")
     return folder / "index"
 
 
@@ -82,9 +82,6 @@ def test_the_shortlist_is_filtered_too(searcher: Searcher) -> None:
     """Five of those that are allowed are re-ranked, also where none of them is among the five best of all."""
     [query] = searcher.text(["a red circle and a square"])
     every = [hit.row for hit in searcher.search(query, COUNT, rerank=0)]
-    where = f"row_number IN ({every[0]})"
-    with pytest.raises(CoderError, match="'row_number IN .* cannot be used as a filter"):
-        searcher.search(query, where=where)
     last = sorted(every[10:])
     where = "width IN (" + ", ".join(str(10 * row) for row in last) + ")"
     hits = searcher.search(query, 20, where=where, rerank=5)
@@ -98,18 +95,14 @@ def test_the_shortlist_is_filtered_too(searcher: Searcher) -> None:
 
 def test_queries_share_a_filter(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    records = searcher.index.records
-    monkeypatch.setattr(type(records), "where", lambda self, *given, kind: asked.append((given, kind)) or np.arange(2))
-    monkeypatch.setattr(searcher.index, "search", lambda vectors, k, *, kind, rows: pytest.fail("k") if k > 2 else NOTHING)
+    real = records.Records._where
+    monkeypatch.setattr(records.Records, "_where", lambda self, text: asked.append(text) or real(self, text))
     for query in searcher.text(["one", "two", "three"]):
-        searcher.search(query, 2, where="width > 1", rerank="all")
-    searcher.search(query, 2, where="width > 1", among="captions", rerank=0)
-    searcher.search(query, 2, where="width > 2", rerank=0)
-    searcher.search(query, 2, where="width > 1", rerank=0)
-    assert asked == [(("width > 1",), "images"), (("width > 1",), "captions"), (("width > 2",), "images")]
-
-
-NOTHING = (torch.zeros(1, 0).numpy(), torch.zeros(1, 0, dtype=torch.int64).numpy())
+        searcher.search(query, 2, where="width > 11", rerank="all")
+    searcher.search(query, 2, where="width > 11", among="captions", rerank=0)
+    searcher.search(query, 2, where="width > 12", rerank=0)
+    searcher.search(query, 2, where="width > 11", rerank=0)
+    assert asked == ["width > 11", "width > 12"]
 
 
 def test_results_name_their_files(index: Path, tmp_path: Path, capsys) -> None:
@@ -121,7 +114,8 @@ def test_results_name_their_files(index: Path, tmp_path: Path, capsys) -> None:
         number = row["metadata"]["width"] // 10
         assert row["metadata"] == {"source": "coco", "width": 10 * number} and number % 3 == 0
         assert row["path"] == str(pictures[number]) and row["key"] == f"my pictures/#{number:03d}.png"
-        assert {*row} == {"rank", "score", "fused", "key", "image_id", "path", "metadata", "captions"}
+        assert {*row} == {"rank", "score", "fused", "key", "image_id", "path", "metadata", "caption", "captions"}
+        assert row["caption"] in row["captions"]
     lines = run(capsys, str(index), *flags).splitlines()
     assert lines[0].split() == ["score", "fused", "image", "caption"] and len(lines) == 4
     assert all(row["path"] in line for row, line in zip(found["results"], lines[1:], strict=True))
@@ -137,17 +131,47 @@ def test_nothing_is_found(index: Path, tmp_path: Path, capsys) -> None:
     assert page == "no results: --where is true for no image\n"
 
 
+def test_an_image_is_shown_with_the_caption_that_matches_best(searcher: Searcher) -> None:
+    captions = open_scenes("val")[4].captions[:2]
+    for caption in captions:
+        [query] = searcher.text([caption])
+        [hit] = searcher.search(query, 1, where="width = 40")
+        assert hit.caption == caption
+    [hit] = searcher.search(query, 1, where="width = 40", among="captions", rerank=0)
+    assert hit.caption == hit.text == captions[1]
+
+
 @pytest.mark.parametrize(
     "where, text",
     [
         ("", "a filter must be an expression"),
-        ("sauce = 'coco'", "no such column: sauce; the columns are key, path, member, source, width"),
-        ("source = coco'", "cannot be used as a filter"),
-        ("load_extension('x')", "cannot be used as a filter"),
-        ("1) UNION SELECT 1 --", "cannot be used as a filter"),
+        ("x" * 10_001, "a filter must be an expression"),
+        ("sauce = 'coco'", '"sauce" not found .* it is an SQL expression over key, path, member, source, width'),
+        ("source = coco'", "unterminated|Parser Error"),
+        ("true; DROP TABLE x", "Parser Error"),
+        ("1) UNION SELECT 1 --", "Parser Error"),
+        ("source", "Could not convert string 'coco' to BOOL"),
+        ("key IN (SELECT content FROM read_text('/etc/passwd'))", "file system operations are disabled by configuration"),
+        ("key IN (SELECT column0 FROM '/etc/passwd')", "disabled by configuration|does not exist"),
+        ("key = (SELECT max(key) FROM images)", "Table with name images does not exist"),
+        ("getenv('HOME') = key", "getenv does not exist"),
+        ("width > (SELECT value FROM duckdb_settings() WHERE name = 'x' LIMIT (SELECT 1 FROM range(3)))", "Error"),
     ],
 )
-def test_slips(index: Path, capsys, where: str, text: str) -> None:
-    assert main(["search", str(index), "--text", "x", "--where", where]) == 2
+def test_filters_that_are_refused(searcher: Searcher, where: str, text: str) -> None:
+    with pytest.raises(CoderError, match=text) as caught:
+        searcher.index.records.where(where)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_filter_ends_in_time(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "SECONDS", 0.3)
+    endless = "width = (SELECT count(*) FROM range(100000000) a, range(100000000) b WHERE (a.range * b.range) % 7 = 3)"
+    with pytest.raises(CoderError, match="it took over 0.3 seconds"):
+        searcher.index.records.where(endless)
+
+
+def test_slips(index: Path, capsys) -> None:
+    assert main(["search", str(index), "--text", "x", "--where", "sauce = 1"]) == 2
     error = capsys.readouterr().err
-    assert text in error and error.count("\n") == 1
+    assert "--where sauce = 1: " in error and error.count("\n") == 1

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -200,12 +199,6 @@ def test_pictures_and_thumbnails(client: Any, made: Made, searcher: Searcher) ->
             assert answer.status_code == status and isinstance(answer.json()["detail"], str), (path, row)
 
 
-def test_a_removed_picture_is_not_shown(client: Any, searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(searcher.index.records.removed, "images", np.array([7]))
-    for path in ("image", "thumbnail"):
-        assert client.get(f"/api/{path}/7").status_code == 404 and client.get(f"/api/{path}/8").status_code == 200
-
-
 FILTERS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "one": ({"source": "drawn"}, {*range(0, COUNT, 3)}),
     "quotes": ({"source": SOURCE, "number": [4, 5, 6, 7]}, {4, 7}),
@@ -360,7 +353,7 @@ def test_an_answer_cuts_what_somebody_elses_index_has(client: Any, searcher: Sea
     [image] = found(client.post("/api/search", json={"text": "x", "k": 1}))
     [caption] = found(client.post("/api/search", json={"text": "x", "k": 1, "among": "captions"}))
     assert len(image["key"]) == len(caption["key"]) == len(caption["text"]) == 2000
-    assert limits == [{"limit": 10, "characters": 2000}]
+    assert [each for each in limits if each] == [{"limit": 10, "characters": 2000}]  # the others are not shown
 
 
 def test_an_index_without_some_vectors(made: Made, tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ class EmbedJob:
             CoderError: data that the model cannot read, too many bad samples, or a file that was made with other options.
         """
         self._prepare()
-        bad = BadSamples(self.opened.source.name, self.opened.encoder.max_bad_samples)
+        bad = BadSamples(
+            self.opened.source.name, self.opened.encoder.max_bad_samples, reads_regions=self.opened.encoder.reads_regions
+        )
         header = self._complete(unit)
         if header is None:
             [(_, header)] = self.opened.write(self, [unit], bad)
@@ -160,7 +162,9 @@ class EmbedJob:
         """
         self._prepare()
         opened = self.opened
-        bad = BadSamples(opened.source.name, opened.encoder.max_bad_samples)
+        bad = BadSamples(
+            opened.source.name, opened.encoder.max_bad_samples, reads_regions=opened.encoder.reads_regions
+        )
         headers = {unit: header for unit in range(index, self.units, count) if (header := self._complete(unit)) is not None}
         for header in headers.values():
             bad.restore({"read": header["rows"] + len(header["bad"]), "kinds": Counter(kind for kind, _ in header["bad"])})

@@ -220,7 +220,7 @@ class TrainLoader:
         self._unused = 0, Counter[str]()
         self._at = self._start(epoch)
         if position is not None:
-            positions = [position] if isinstance(position, dict) else list(position)
+            positions: list[Any] = list(position) if isinstance(position, list | tuple) else [position]
             for each in positions:
                 check_position(each)
             self._at = self._resume(epoch, positions)

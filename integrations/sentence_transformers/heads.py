@@ -33,8 +33,9 @@ def fit_heads(model: Any, loss: Any) -> None:
     objective = Objective.parse(loss, heads=passed)
     resolution = resolve(objective, available, heads=passed)
     for key in resolution.reads & {"logit_scale", "logit_bias"}:  # frozen if no term of the earlier loss read it
-        if key not in resolve(coder.objective, available, heads=passed).reads:
-            getattr(model, key).requires_grad_(True)
+        parameter = getattr(model, key, None)
+        if parameter is not None and key not in resolve(coder.objective, available, heads=passed).reads:
+            parameter.requires_grad_(True)
     if all(_gives(model, name, resolution) for name in resolution.heads):
         return
     kept = [

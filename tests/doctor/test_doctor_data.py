@@ -222,6 +222,9 @@ def test_pictures_that_are_no_copies() -> None:
     shapes[0].paste("black", (14, 14, 24, 24))
     shapes[1].paste("red", (14, 62, 24, 72))
     assert module._copies([look("g", shapes[0])], [look("h", shapes[1])]) == [], "much alike but for what is in them"
+    half = look("k", Image.blend(picture(1), picture(2), 0.5))
+    assert 0.3 < float(half.small @ ours[1].small) < 0.97
+    assert module._copies([dataclasses.replace(half, bits=ours[1].bits)], [ours[1]]) == [], "equal hashes are not enough"
     assert not look("i", Image.new("RGB", (9, 9), "red")).small.any() and look("j", picture(1)).small.any()
 
 

@@ -103,7 +103,7 @@ def test_a_second_run_is_refused_on_all_ranks(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys, time; from pathlib import Path; from coder_plugin.training.run_lock import run_lock\n"
+            "import sys, time; from pathlib import Path; from coder_plugin.training.disk import run_lock\n"
             "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)",
             str(tmp_path / "run"),
         ],
@@ -115,7 +115,7 @@ def test_a_second_run_is_refused_on_all_ranks(tmp_path):
         started = time.monotonic()
         results = run(tmp_path, "run", processes=2)
         check(results, 2)
-        assert all("is being written by process" in output for _, output in results)
+        assert all("is being written by another process" in output for _, output in results)
         print(f"a second run of two ranks was refused on both in {time.monotonic() - started:.0f} s")
     finally:
         reader.send_signal(signal.SIGKILL)

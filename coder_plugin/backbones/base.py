@@ -122,7 +122,7 @@ def forward_with_heads(
     return {key: value.view_as(value) if isinstance(value, nn.Parameter) else value for key, value in outputs.items()}
 
 
-def as_weights(model: nn.Module, image: Any) -> Any:
+def as_weights(model: Any, image: Any) -> Any:
     """Images, or the floating-point tensors of a dict of them, in the type of the weights, except under autocast."""
     dimensions = 2 if isinstance(model, Backbone) else 4  # open_clip's bf16 leaves other parameters than these in float32
     weights = next(parameter for parameter in model.parameters() if parameter.ndim == dimensions)

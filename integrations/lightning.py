@@ -32,7 +32,7 @@ class FollowCallback(_Callback):
 
     Raises:
         CoderError: when ``fit`` begins: no model of :func:`coder_plugin.create_model` in the module, or several; a strategy
-            that shards the model (FSDP, DeepSpeed).
+            that shards the model (FSDP, DeepSpeed); a callback that averages buffers.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -49,6 +49,9 @@ class FollowCallback(_Callback):
                 f"{strategy} holds a part of the model in each process; banks and momentum towers need all of it: take "
                 "strategy='ddp'"
             )
+        averaging = [type(each).__name__ for each in getattr(trainer, "callbacks", ()) if getattr(each, "_use_buffers", False)]
+        if averaging:
+            raise CoderError(f"{averaging[0]} would average the ids and counters of banks: give it use_buffers=False")
         self._stop()
         model = find_model(pl_module)
         self.following = follow(model, list(trainer.optimizers), after_step=lambda: clamp_logit_scale(model))

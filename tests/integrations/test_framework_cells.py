@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import coder_plugin
 from tests.documentation import ROOT
@@ -52,6 +54,7 @@ def trained(runs: Any, path: str, loop: str, loss: str, setting: str, folder: Pa
     accumulate = 2 if setting == "accumulation" else 1
     data, options = runs.batches(2 * accumulate), {"accumulate": accumulate}
     context: Any = contextlib.nullcontext()
+    AcceleratorState._reset_state(reset_partial_state=setting != "DDP")  # an earlier loop's precision
     if loop == "ours":
         further = {"accum_freq": accumulate, "precision": "amp_bf16" if setting == "bf16" else "fp32"}
         return runs.ours(model, objective, folder, steps=2 * accumulate, **further).model
@@ -99,7 +102,7 @@ def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str
             optimizers = [runs.adamw(model) for model in models]
             runs.raw(models[0], criteria[0], data, folder, make_optimizer=lambda _: optimizers[0])  # noqa: B023
             models[1].load_state_dict(models[0].state_dict())
-            optimizers[1].load_state_dict(optimizers[0].state_dict())
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
             for model, criterion, optimizer in zip(models, criteria, optimizers, strict=True):
                 if model.coder.followed_by is not None:
                     model.coder.followed_by.remove()

@@ -174,6 +174,15 @@ class Coder(nn.Module):
             if isinstance(module, ModelCopy) and (module.fresh or not fresh):
                 module.refresh(model)
 
+    def named_modules(self, memo: set[nn.Module] | None = None, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Without the modules of copies, which are not the model's to adapt, average or train; with those that FSDP2 shards."""
+        memo = set() if memo is None else memo
+        for head in self.heads.values():
+            for child in head.children():
+                if isinstance(child, ModelCopy) and child.model is not None and not hasattr(child, "unshard"):
+                    memo.update(child.model.modules())
+        yield from super().named_modules(memo, *args, **options)
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model, such as an average of its weights, is not followed: it has no optimizer."""
         return {**self.__dict__, "followed_by": None, "_forward_pre_hooks": OrderedDict()}

@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coder_plugin.memory.host_value import HostValue
-from coder_plugin.memory.moments import CHUNK, Moments, StateModule
+from coder_plugin.memory.moments import CHUNK, Moments
 from coder_plugin.tensors import check_range, is_on_cpu, mark_range_checked, range_checked
 
 BankDtype = Literal["float32", "float16", "bfloat16"]
 
 
-class CoupledBank(StateModule):
+class CoupledBank(nn.Module):
     """The last Q image and text keys with their image ids, in a ring buffer. All state is persistent buffers.
 
     ``image`` and ``text`` [Q, D] in the storage dtype; ``ids`` int64 [Q]; 0-d int64 ``pointer``, the position of the

@@ -5,19 +5,20 @@ Shapes: n samples of the global batch, m samples of a whole set, K clusters, D d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
-from coder_plugin.memory.moments import StateModule
 from coder_plugin.tensors import add_rows
 
 #: Number of similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
 _SIMILARITIES = 2**26
 
 
-class OnlineKMeans(StateModule):
+class OnlineKMeans(nn.Module):
     """K unit centres: clustered from a whole set by :meth:`recluster`, moved by each batch in between.
 
     There are no centres before the first :meth:`recluster`. After it a batch moves each centre that it chose to
@@ -55,6 +56,14 @@ class OnlineKMeans(StateModule):
         self.register_buffer("centres", torch.zeros(clusters, dim))
         self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineKMeans:
+        """Converting a model to half precision leaves the centres in float32: it would round away their small moves."""
+        before = self.centres
+        super()._apply(fn, recurse)
+        if torch.promote_types(before.dtype, self.centres.dtype) != self.centres.dtype:
+            self.centres = before.to(self.centres.device)
+        return self
 
     @torch.no_grad()
     def assign(self, samples: Tensor) -> Tensor:

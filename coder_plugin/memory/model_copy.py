@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ class ModelCopy(nn.Module):
     """A copy of the model without its heads. It has no gradient, and its mode is fixed: :meth:`train` does nothing.
 
     Frozen parameters are shared with the model, so a locked tower or the base weights under LoRA are in memory once.
-    The model's ``named_modules()``, and with it its ``parameters()``, leave the copy's modules out: they are not there to be
+    The named modules, and with them the parameters, of a model with heads leave the copy out: they are not there to be
     adapted (peft), averaged or trained. State dicts and moves to a device include them.
 
     Args:
@@ -84,17 +84,6 @@ class ModelCopy(nn.Module):
     def _names(self, model: Any) -> set[str]:
         names = {name for name in parameters_by_name(model) if not name.startswith("coder.heads.")}
         return names if self.adapters else {name for name in names if "lora_" not in name}
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Within another module's, this module alone; with FSDP2, which finds what it shards by them, the copy's too."""
-        if memo is None or hasattr(self, "unshard"):
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-        elif self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
 
     def train(self, mode: bool = True) -> ModelCopy:
         return self

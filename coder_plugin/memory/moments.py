@@ -28,20 +28,6 @@ class Sums(NamedTuple):
     second: Tensor
 
 
-class StateModule(nn.Module):
-    """Its buffers keep their types, or get wider ones, when a model is converted: half precision would round away what they add
-    up."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateModule:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and torch.promote_types(old.dtype, new.dtype) != new.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
-
-
 class Moments(nn.Module):
     """Sum [D] and second moment [D, D] of a changing set of rows about a pivot [D], as float64 buffers.
 

@@ -165,7 +165,8 @@ def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
 def test_the_aggregators_decoder(tiny_model, tmp_path, aggregator, layers):
     """It is kept in an export, and by the momentum copy."""
     model = coder_plugin.create_model(tiny_model, loss="m_dcl", aggregator=aggregator).eval()
-    pools = [module for name, module in model.named_modules() if "aggregators" in name and isinstance(module, GPO)]
+    modules = [*model.named_modules(), *model.coder.heads["momentum"].named_modules()]
+    pools = [module for name, module in modules if "aggregators" in name and isinstance(module, GPO)]
     assert len(pools) == 4
     assert {sum(isinstance(layer, nn.Linear) for layer in pool.score.children()) for pool in pools} == {layers}
     export_model(model, tmp_path)

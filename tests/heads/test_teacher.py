@@ -118,6 +118,7 @@ def test_what_is_locked_is_in_memory_and_in_checkpoints_once(model: Any) -> None
     locked = {name for name, parameter in own.items() if not parameter.requires_grad}
     assert len(locked) > 10 and not {f"copy.model.{name}" for name in locked} & saved(model)
     assert "copy.model.token_embedding.weight" in saved(model)
+    taught(model)  # the forward pass of the first step
     nudge(model)
     assert all(torch.equal(now, then) for now, then in zip(taught(model), before, strict=True))
 

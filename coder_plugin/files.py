@@ -206,10 +206,10 @@ def locked(folder: str | Path) -> Iterator[None]:
     except Timeout:
         reason = "is being written by another process: wait for it, stop it, or choose another name"
         raise CoderError(f"{folder} {reason}") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise CoderError(f"{folder} cannot be written: {error.strerror or error}") from error
-        _log.warning("%s cannot be locked (%s): let no second process write to it", folder, error.strerror)
+        _log.warning("%s cannot be locked (%s): let no second process write to it", folder, error)
     try:
         yield
     finally:

@@ -165,11 +165,6 @@ class BadSamples:
         self.read += state["read"]
         self.kinds.update(state["kinds"])
 
-    def forget(self, state: dict[str, Any]) -> None:
-        """Take away samples that will be read and counted again."""
-        self.read -= state["read"]
-        self.kinds -= Counter(state["kinds"])
-
     def _log(self, kind: str, key: str, reason: str) -> None:
         named = self._named.setdefault(kind, set())
         if key in named or len(named) == _SHOWN:

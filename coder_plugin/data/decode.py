@@ -28,7 +28,7 @@ MOST_PIXELS = 2 * MAX_PIXELS
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 #: The key of a picture's ``info`` for the mode of its file, such as CMYK.
 STORED = "stored mode"
-_VARIABLE = "CODER_PLUGIN_MAX_IMAGE_PIXELS"  # in the environment, which worker processes inherit however they are started
+_VARIABLE = "CODER_PLUGIN_MAX_IMAGE_PIXELS"  # in the environment, which worker processes inherit
 
 
 def set_max_pixels(number: int | None) -> None:

@@ -220,11 +220,11 @@ class TrainLoader:
         self._unused = 0, Counter[str]()
         self._at = self._start(epoch)
         if position is not None:
-            positions: list[Any] = list(position) if isinstance(position, list | tuple) else [position]
+            positions: list[Any] = [position] if isinstance(position, dict) else list(position)
             for each in positions:
                 check_position(each)
             self._at = self._resume(epoch, positions)
-            for each in positions[self._rank :: self._world_size] if len(positions) > 1 else positions:
+            for each in [position] if isinstance(position, dict) else positions[self._rank :: self._world_size]:
                 self.bad.restore(each["bad"])
         return self._batches(self._at)
 
@@ -252,9 +252,10 @@ class TrainLoader:
     def _changes(self, saved: Any) -> list[str]:
         now = self.digest
         then = saved if isinstance(saved, dict) else {}
-        changed = [name for name in now if name in then and then[name] != now[name]]
-        counts = {name: f" ({then[name]} then, {now[name]} now)" for name in changed if isinstance(now[name], int)}
-        return [f"{CHANGES.get(name, name)}{counts.get(name, '')}" for name in changed]
+        changed = [name for name in now.keys() | then.keys() if then.get(name) != now.get(name)] if then else []
+        numbers = [name for name in changed if isinstance(now.get(name), int) and name in then]
+        counts = {name: f" ({then[name]} then, {now[name]} now)" for name in numbers}
+        return [f"{CHANGES.get(name, name)}{counts.get(name, '')}" for name in sorted(changed)]
 
     def _start(self, epoch: int) -> _Position:
         return _Position(epoch=epoch, of=self.steps_per_epoch, read=[0] * (max(1, self._workers) if self._stream else 1))
@@ -278,7 +279,8 @@ class TrainLoader:
         if not any(each["batches"] or each["before"] for each in positions):
             self.log_changes(first["data"])
             return self._start(epoch)  # at the start any setting may be used
-        if changes := self._changes(first["data"]):
+        own = next((each for each in positions if each["rank"] == self._rank), None)
+        if changes := self._changes((own or first)["data"]):  # ranks may read copies of their own
             raise CoderError(
                 f"{self.source.name}: {middle}: the data have changed since the checkpoint was written: {'; '.join(changes)}; "
                 "restore them, or begin a new run"
@@ -286,7 +288,6 @@ class TrainLoader:
         if wrong := [name for name in now if name not in _MAY_CHANGE and then.get(name) != now[name]]:
             changed = "; ".join(f"{name} was {then.get(name)} and is {now[name]}" for name in wrong)
             raise CoderError(f"{middle}: {changed}; use the old value, or resume from the start of an epoch")
-        own = next((each for each in positions if each["rank"] == self._rank), None)
         same = own is not None and then["ranks"] == now["ranks"]
         different = [f"{name} was {then[name]} and is {now[name]}" for name in _MAY_CHANGE if then[name] != now[name]]
         if self._stream and not (same and len(first["read"]) == now["workers"]):
@@ -294,7 +295,8 @@ class TrainLoader:
                 "%s: a stream goes on in the middle of an epoch with the same numbers of ranks and workers only (%s): "
                 "it goes on with epoch %d", self.source.name, "; ".join(different), epoch + 2,
             )  # fmt: skip
-            return _Position(epoch=epoch, of=0)
+            used = first["before"] + first["batches"] * then["batch size"] * then["ranks"]
+            return _Position(epoch=epoch, of=0, before=used)
         if not same and len(positions) != then["ranks"]:
             why = "; ".join(different) or f"the position is not of rank {self._rank}"
             raise CoderError(f"{middle} ({why}) without the positions of all {then['ranks']} ranks")

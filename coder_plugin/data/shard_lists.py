@@ -86,18 +86,17 @@ def beside(shard: str, name: str) -> str:
     return os.path.join(os.path.dirname(local_path(shard)), name)
 
 
-def recorded_size(shards: list[str], *, remote: bool = True) -> int | None:
+def recorded_size(shards: list[str]) -> int | None:
     """The number of samples from open_clip's ``sizes.json`` (by shard) or ``__len__`` (of the folder) beside the shards.
 
     Args:
         shards: local or remote ones; beside remote ones there may be a ``sizes.json``.
-        remote: whether to read what is not on this machine.
 
     Returns:
         The number; None where no file says it.
     """
     if not all(map(is_local, shards)):
-        return _remote_size(shards) if remote else None
+        return _remote_size(shards)
     paths = [local_path(shard) for shard in shards]
     folders = sorted({os.path.dirname(path) for path in paths})
     sizes: dict[str, int] = {}

@@ -122,19 +122,12 @@ class ShardSource:
         self.name, self.options = name, options
         self._shards, self._labels = list(shards), labels or shard_labels(shards)
         self.num_shards = len(self._shards)
-        self.fetches = True  # whether the number of samples may be read from beside remote shards
         self._unread_logged = False
 
     @property
     def shards(self) -> list[str]:
         """The tar files in the order of the argument."""
         return list(self._shards)
-
-    def local(self) -> LocalShards | ShardStream:
-        """The same source with the local shards only: reading downloads nothing and runs no command."""
-        source = make_source(list(filter(is_local, self._shards)), self.name, self.options)
-        source._labels = self._labels  # keys must not change
-        return source
 
     def _log_unread(self, files: Files) -> None:
         """Log, once, the files that are not read."""
@@ -312,7 +305,7 @@ class ShardStream(ShardSource, Stream):
     @cached_property
     def num_images(self) -> int | None:  # type: ignore[override]
         """From ``sizes.json`` beside the shards; else local shards are read for it. None if it is not known."""
-        size = recorded_size(self._shards, remote=self.fetches)
+        size = recorded_size(self._shards)
         if size is None and all(map(is_local, self._shards)):
             return sum(sum(1 for _ in self.read_shard(number)) for number in range(self.num_shards))
         return size

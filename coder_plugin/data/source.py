@@ -81,6 +81,7 @@ class ItemSource:
         items: all of them.
         name: of the data, for messages.
         columns: those of the table that the items come from, for messages.
+        files: that hold the items' contents.
 
     Raises:
         CoderError: no items, or only bad ones.
@@ -94,8 +95,10 @@ class ItemSource:
         '2.jpg'
     """
 
-    def __init__(self, items: Sequence[Item], *, name: str = "items", columns: Sequence[str] = ()) -> None:
-        self.name, self.columns = name, tuple(columns)
+    def __init__(
+        self, items: Sequence[Item], *, name: str = "items", columns: Sequence[str] = (), files: Sequence[str] = ()
+    ) -> None:
+        self.name, self.columns, self._files = name, tuple(columns), tuple(files)
         self._items = checked_items(items)
         if not len(items):
             raise CoderError(f"{name}: no images")
@@ -126,24 +129,34 @@ class ItemSource:
 
     def digest(self) -> dict[str, Any]:
         names, texts, files = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-        for item in self._items:
+        files.update(repr(list(map(file_state, self._files))).encode())
+        every = 1 + len(self._items) // _MOST_FILES
+        for number, item in enumerate(self._items):
             names.update(repr(item.key).encode())
             texts.update(repr((item.captions, item.negatives, str(item.fault))).encode())
-            files.update(repr(_state(item.paths)).encode())
+            if number % every == 0:
+                files.update(repr(_state(item.paths)).encode())
         return {
             "images": len(self._items), "names": names.hexdigest(), "captions": texts.hexdigest(), "files": files.hexdigest()
         }
 
 
+#: Most files whose size and time are looked up; of more, evenly spaced ones.
+_MOST_FILES = 100_000
+
+
 def _state(paths: Sequence[str]) -> tuple[int, int] | None:
     """Size and time of a picture's file, the first of ``paths`` that exists."""
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):
-            continue
-        return status.st_size, status.st_mtime_ns
-    return None
+    return next((state for path in paths if (state := file_state(path)) is not None), None)
+
+
+def file_state(path: str) -> tuple[int, int] | None:
+    """Size and time of a file; None where there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:

@@ -121,8 +121,9 @@ def open_csv(
         if image.fault is not None:
             items.append(bad_item(path, image.fault, names))
             continue
-        load = partial(_load, path, folder, root) if pictures else partial(no_picture, path)
-        paths = (path, str(folder / path)) if pictures else ()
+        places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
+        load = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
+        paths = tuple(map(str, places)) if pictures else ()
         captions, negatives = tuple(image.captions), tuple(image.negatives)
         items.append(Item(path, captions, load, names, negatives=negatives, paths=paths, metadata=image.metadata))
     return ItemSource(items, name=spec, columns=columns)
@@ -262,10 +263,9 @@ def _item(root: Path | None, number: int, entry: dict[str, Any], metadata: Seque
     return Item(key, captions, names=names, caption_names=sentids, metadata=kept, **picture_of(root, key))
 
 
-def _load(path: str, folder: Path, root: Path | None) -> Image:
-    """Check the path only when loading: checking 100,000 files first takes minutes on a network drive."""
-    places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
-    return decode_image(str(next(filter(os.path.exists, places), (root or folder) / path)))
+def _load(places: Sequence[Path], expected: Path) -> Image:
+    """Look for the file only when loading: looking for 100,000 files first takes minutes on a network drive."""
+    return decode_image(str(next(filter(os.path.exists, places), expected)))
 
 
 def read_json(spec: str | Path) -> Any:

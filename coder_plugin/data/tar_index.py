@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from coder_plugin.data.tars import (
@@ -132,6 +133,7 @@ def scan_all(shards: Sequence[str]) -> list[TarIndex]:
         batch_size=None,
         collate_fn=_scan,  # type: ignore[arg-type]  # without batch_size it receives single items
         num_workers=processes if processes > 1 else 0,
+        generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
         worker_init_fn=start_worker,
     )
     indexes = []

@@ -214,8 +214,9 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     if trainer.accelerator.scaler is not None and "scaler" in common:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
-    trainer.best, trainer.last, trainer.zero_shot = manifest["best"], manifest["last"], manifest.get("zero_shot", {})
-    trainer.seconds, trainer.before = manifest.get("seconds"), manifest.get("before", {})
+    trainer.best, trainer.last = manifest["best"] or {}, manifest["last"] or {}
+    trainer.zero_shot, trainer.before = manifest.get("zero_shot") or {}, manifest.get("before") or {}
+    trainer.seconds = manifest.get("seconds")
     changes = changed_options(trainer.config, manifest)
     trainer.changes = [*manifest.get("changes", []), *changes]
     for change in changes:
@@ -234,7 +235,8 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     else:
         trainer.log.say(
             f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
-            f"the samples left of epoch {trainer.epoch + 1} are dealt anew, with fresh random states"
+            f"the samples left of epoch {trainer.epoch + 1} are dealt anew (a stream goes on with the next epoch), "
+            "with fresh random states"
         )
         seed_everything(trainer.config.run.seed + 1 + distributed.rank())
     trainer.log.say(f"resumed at step {trainer.step}, {trainer.epoch} of {trainer.config.optim.epochs} epochs done")

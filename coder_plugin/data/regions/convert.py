@@ -116,7 +116,7 @@ def convert(
                 regions = entry.load()
             except CoderError:
                 raise
-            except ValueError as exc:
+            except (OSError, ValueError) as exc:
                 reason = str(exc).removeprefix(f"{image}: ")
                 if not missing_ok:
                     raise CoderError(f"{image}: {reason}; --missing-ok leaves damaged images out") from exc

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from coder_plugin.data.bad_samples import BadSample, allowed
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
-from coder_plugin.data.source import ItemSource, Source
+from coder_plugin.data.source import ItemSource, Source, file_state
 from coder_plugin.errors import CoderError
 
 #: How many images at the start of a stream decide how its images are named in a file of regions.
@@ -96,7 +96,8 @@ class RegionSource:
         return map(self.with_regions, self.captions.part(part, parts, **order))
 
     def digest(self) -> dict[str, Any]:
-        return self.captions.digest()
+        files = getattr(self._regions, "files", ())
+        return {**self.captions.digest(), "regions": [file_state(path) for path in files]}
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for index, item in self.captions.items(rank, world_size, block=block):

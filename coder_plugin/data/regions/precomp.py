@@ -50,7 +50,7 @@ def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
         Item(name, file.captions[name], partial(file.read, row), () if file.ids is None else (file.ids[row],))
         for row, name in enumerate(file)
     ]
-    return ItemSource(items, name=f"{spec} ({file.split})")
+    return ItemSource(items, name=f"{spec} ({file.split})", files=file.files)
 
 
 class PrecompFile(Mapping[str, Regions]):
@@ -73,6 +73,7 @@ class PrecompFile(Mapping[str, Regions]):
         self.folder = _folder(path)
         self.split = _split(self.folder, split)
         self._ims = _map(self.path("ims.npy"), "f", 3)
+        self.files = (self.path("ims.npy"),)
         lines, ids = lines_of(self.path("caps.txt")), lines_of(self.path("ids.txt"))
         self._repeat = self._rows_per_image(lines, ids)
         number = len(self._ims) // self._repeat

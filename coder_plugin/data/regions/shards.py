@@ -48,6 +48,7 @@ class ShardFile(Mapping[str, Regions]):
     def __init__(self, path: str, *, split: str = "train") -> None:
         self.path = path
         self._shards = _shards(path, split)
+        self.files = tuple(self._shards)
         self._places: dict[str, tuple[int, int, int]] = {}  # shard, first byte, length
         self.captions: dict[str, tuple[str, ...]] = {}
         self.damaged: dict[str, str] = {}

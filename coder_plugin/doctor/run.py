@@ -48,7 +48,7 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
     sound, damaged = [], []
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
-            if path.name.endswith((".writing", ".removing", ".old")):
+            if path.name.endswith((".writing", ".old")):
                 text = f"{path.name}: a save in progress, or an interrupted one"
                 yield note("run.checkpoints.unfinished", text, "nothing: the next save removes it")
             continue

@@ -22,7 +22,7 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, atomic_write, fsync_path, remove_all_leftovers, sha256_file
 from coder_plugin.search.embed import EmbedJob, differences, embedded
-from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, Index, is_index, read_note
+from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
 from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_table
 from coder_plugin.search.vectors import build, check_factory
 
@@ -62,7 +62,7 @@ def build_index(
     Args:
         folder: the index: a new or an empty folder, or one where a build of the same data was begun. A finished index of the
             same data is built again if ``what``, ``factory`` or ``rerank`` differ.
-        embeddings: their folder; or a job whose ``output`` is ``folder / EMBEDDINGS``.
+        embeddings: their folder, or an index that has them; or a job whose ``output`` is ``folder / EMBEDDINGS``.
         what: whose vectors are searched: "images", "captions", or "both" as far as the embeddings have them.
         factory: FAISS index factory string; "Flat" is exact, others are HNSW32, IVF1024,Flat or PQ64.
         rerank: keep what re-ranking needs, if the embeddings have it.
@@ -95,8 +95,8 @@ def build_index(
     if job is not None:
         _on_all_ranks(lambda: job.opened)  # what it cannot open leaves no folder
     with write_lock(folder):
-        before = read_note(folder) if is_index(folder) else None
-        table = None if isinstance(embeddings, EmbedJob) else embedded(embeddings)
+        before = read_note(folder, derived=False) if is_index(folder) else None
+        table = None if isinstance(embeddings, EmbedJob) else _table(Path(embeddings))
         dimensions = job.dimensions if job is not None else next(iter(table.vector_sizes.values()))["dimensions"]  # type: ignore[union-attr]
         _on_all_ranks(lambda: check_factory(factory, dimensions))
         plan = job.header()["plan"] if job is not None else table.headers[0].get("plan", {})  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def build_index(
         def assemble() -> None:
             if before is not None:
                 _tidy(folder, before)
-                if before["options"] != options:
+                if before["options"] != options or not _is_whole(folder, before):
                     _derive(folder, [folder / name for name in before["embeddings"]], before, options)
                 return
             if table is not None:
@@ -147,11 +147,13 @@ def add(
         _tidy(folder, index.note)
         if isinstance(embeddings, Mapping):
             job = _adding_job(index, embeddings)
+            index.check_model(job.opened.model)
             job.run()
             source = Path(job.output)
         else:
             source = Path(embeddings)
         table = embedded(source)
+        captions = int(_starts(table)[-1])
         _check_same(index, table, source)
         existing = _existing(index, table)
         if existing and not replace:
@@ -166,7 +168,6 @@ def add(
         if isinstance(embeddings, Mapping):
             shutil.rmtree(source)
     kept = index.note["images"] - len(existing)
-    captions = sum(header["captions"] for header in table.headers)
     return Added(note["images"] - kept, captions, len(existing))
 
 
@@ -198,11 +199,16 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
 
 def _adding_job(index: Index, options: Mapping[str, Any]) -> EmbedJob:
     """A job that embeds further images as those of the index were."""
+    from coder_plugin.pretrained.saved_model import check_model_record, check_saved_reranker
+
     model, plan = index.note["model"], index.note["plan"]
     if model["spec"] is None and not isinstance(model["options"].get("model"), str):
         raise CoderError(f"{index.folder} does not say where its model is: embed the images with coder-plugin embed")
+    checked = check_model_record(model, f"its {NOTE}", spec=options.get("model"))
+    if model["reranker"] and "reranker" not in options:
+        check_saved_reranker(model["reranker"], f"its {NOTE}")
     named = {"model": model["spec"], "export": model["export"], **options}
-    named["options"] = {**model["options"], **options.get("options", {})}
+    named["options"] = {**checked["options"], **options.get("options", {})}
     same = {"what": plan.get("what", "both"), "dtype": plan.get("dtype", "float32"), "thumbnails": plan.get("thumbnails", 128)}
     return EmbedJob(
         output=str(index.folder / ADDING), tokens=bool(index.note["tokens"]), reranker=model["reranker"] or None,
@@ -210,13 +216,30 @@ def _adding_job(index: Index, options: Mapping[str, Any]) -> EmbedJob:
     )  # fmt: skip
 
 
+def _table(source: Path) -> Table:
+    """What ``embed`` wrote to a folder; of an index, or its folder of embeddings, the files that its note names."""
+    for folder in (source, source.parent):
+        if is_index(folder) and source in (folder, folder / EMBEDDINGS):
+            return Table([folder / name for name in read_note(folder, derived=False)["embeddings"]])
+    return embedded(source)
+
+
+def _is_whole(folder: Path, note: Mapping[str, Any]) -> bool:
+    """Whether the files that were built from the Parquet files are there."""
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in note["sizes"].items())
+
+
 def _check_begun(folder: Path, plan: Mapping[str, Any]) -> None:
     """The folder holds nothing else: neither other files nor embeddings of other data that a build has begun."""
     names = sorted(path.name for path in folder.iterdir() if path.name[:1] != "." and path.name not in (EMBEDDINGS, ADDING))
-    if others := [name for name in names if not name.endswith((".faiss", ".npy"))]:
+    if others := [name for name in names if not PATH.fullmatch(name)]:
         raise CoderError(f"{folder} holds no index and is not empty ({', '.join(others[:3])}): choose another folder")
     for path in sorted((folder / EMBEDDINGS).glob("*.parquet"))[:1]:
-        if other := differences(Table([path]).headers[0].get("plan", {}), plan):
+        try:
+            begun = read_header(path).get("plan", {})
+        except CoderError:  # damaged: it is embedded again
+            continue
+        if other := differences(begun, plan):
             raise CoderError(f"{folder} was begun with other options ({other}): choose another folder, or remove this one")
 
 
@@ -261,7 +284,7 @@ def _take(folder: Path, paths: Sequence[Path], *, first: int) -> list[Path]:
         taken.append(target / f"{number:08d}.parquet")
         with atomic_path(taken[-1]) as temporary:
             try:
-                os.link(path, temporary)
+                os.link(os.path.realpath(path), temporary)
             except OSError:
                 shutil.copyfile(path, temporary)
     return taken
@@ -327,10 +350,17 @@ def _derive(
             continue
         size = table.vector_sizes[kind]
         with atomic_path(path := folder / f"{kind}-{number:05d}.faiss") as temporary:
-            def vectors(kind: str = kind) -> Iterator[np.ndarray]:
-                return table.vector_batches(kind)
+            total = counts[kind] * size["views"]
 
-            build(temporary, factory, size["dimensions"], counts[kind] * size["views"], vectors)
+            def vectors(kind: str = kind, total: int = total) -> Iterator[np.ndarray]:
+                seen = 0
+                for batch in table.vector_batches(kind):
+                    seen += len(batch)
+                    yield batch
+                if seen != total:
+                    raise CoderError(f"{paths[0].parent} has {seen:,} vectors of {kind}, not {total:,}: embed the data again")
+
+            build(temporary, factory, size["dimensions"], total, vectors)
         written.append(path)
     tokens = [name for name in table.tokens if options["rerank"]]
     for name in tokens:
@@ -387,6 +417,10 @@ def _write_tokens(path: Path, table: Table, name: str, count: int) -> None:
             for content in (column.flatten() if name.startswith(TOKENS["captions"]) else column).to_pylist():
                 yield read_npy(content or b"")
 
+    if not count:  # no captions
+        with open(path, "wb") as file:
+            np.save(file, np.zeros((0, 1), np.float16))
+        return
     try:
         shapes, dtypes = set(), set()
         for cell in cells():
@@ -411,7 +445,8 @@ def _tidy(folder: Path, note: Mapping[str, Any]) -> None:
     for each in (folder, folder / EMBEDDINGS):
         remove_all_leftovers(each)
     for path in [*folder.glob("*.faiss"), *folder.glob("*.npy"), *(folder / EMBEDDINGS).glob("*.parquet")]:
-        if path.relative_to(folder).as_posix() not in (*note["sizes"], *note["embeddings"]):
+        name = path.relative_to(folder).as_posix()
+        if PATH.fullmatch(name) and name not in note["sizes"] and name not in note["embeddings"]:
             path.unlink(missing_ok=True)
 
 

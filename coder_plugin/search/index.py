@@ -24,9 +24,11 @@ FORMAT = "coder-plugin index 3"
 NOTE = "index.json"
 #: Folder of the Parquet files.
 EMBEDDINGS = "embeddings"
-_PATH = re.compile(
+#: Names of an index's files, from its folder.
+PATH = re.compile(
     rf"{EMBEDDINGS}/\d{{8}}\.parquet|(?:images|captions)-\d{{5}}\.faiss|(?:starts|(?:image|text)_tokens_\w{{1,99}})-\d{{5}}\.npy"
 )
+_TOKENS = re.compile(r"(?:image|text)_tokens_\w{1,99}")
 #: The most of a thumbnail in pixels.
 _PIXELS = 1 << 24
 
@@ -36,12 +38,13 @@ def is_index(folder: str | Path) -> bool:
     return (Path(folder) / NOTE).is_file()
 
 
-def read_note(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+def read_note(folder: Path, *, verify: bool = False, derived: bool = True) -> dict[str, Any]:
     """The JSON of an index, after the files that it names were found whole.
 
     Args:
         folder: of the index.
         verify: also compare checksums, which reads the files once.
+        derived: also look at the files that can be built again from the Parquet files.
 
     Raises:
         CoderError: no index there, a damaged one, or one of another version; the message names the file.
@@ -58,7 +61,9 @@ def read_note(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         _check_note(note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CoderError(f"{path} is damaged ({str(error)[:100]}): build the index again") from error
-    for name, size in {**{name: each[0] for name, each in note["embeddings"].items()}, **note["sizes"]}.items():
+    for name, size in {
+        **{name: each[0] for name, each in note["embeddings"].items()}, **(note["sizes"] if derived else {})
+    }.items():
         file = folder / name
         if not file.is_file():
             raise CoderError(f"{file} is missing: build the index again")
@@ -73,27 +78,37 @@ def read_note(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     return note
 
 
+def _content(folder: Path) -> bytes | None:
+    return (folder / NOTE).read_bytes() if (folder / NOTE).is_file() else None
+
+
 def _check_note(note: Mapping[str, Any]) -> None:
     """Types of what is read, and paths that stay in the folder."""
     model = note["model"]
     texts = [model["fingerprint"], note["factory"], *(model[name] for name in ("name", "spec") if model.get(name) is not None)]
+    texts += [name if _TOKENS.fullmatch(name) else None for name in note["tokens"]]
     if not all(isinstance(text, str) for text in texts) or not isinstance(model.get("options", {}), dict):
         raise ValueError("model or factory")
     files = [*note["embeddings"], *note["sizes"], *note["checksums"]]
-    if bad := [name for name in files if not _PATH.fullmatch(name)]:
+    if bad := [name for name in files if not PATH.fullmatch(name)]:
         raise ValueError(f"file {bad[0][:60]!r}")
     numbers = [number for each in note["embeddings"].values() for number in each]
-    numbers += [note["images"], note["captions"], *note["sizes"].values()]
-    numbers += [number for each in note["vectors"].values() for number in (each["dimensions"], each["views"])]
+    numbers += [note["build"], note["images"], note["captions"], *note["sizes"].values()]
+    sizes = [*note["vectors"].values(), *note["all_vectors"].values()]
+    numbers += [number for each in sizes for number in (each["dimensions"], each["views"])]
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
         raise ValueError("a size")
     if not note["embeddings"] or any(len(each) != 2 for each in note["embeddings"].values()):
         raise ValueError("embeddings")
-    if not {*note["vectors"]} <= {*KINDS} or not {*note["columns"].values()} <= {*COLUMN_TYPES}:
+    names = ["starts-{}.npy", *(f"{kind}-{{}}.faiss" for kind in note["vectors"])]
+    names += [f"{name}-{{}}.npy" for name in note["tokens"] if note["reranks"]]
+    if {*note["sizes"]} != {name.format(f"{note['build']:05d}") for name in names}:
+        raise ValueError("files")
+    if not {*note["vectors"]} <= {*note["all_vectors"]} <= {*KINDS} or not {*note["columns"].values()} <= {*COLUMN_TYPES}:
         raise ValueError("vectors or columns")
     if sum(rows for _, rows in note["embeddings"].values()) != note["images"]:
         raise ValueError("images")
-    if not isinstance(note["plan"], dict) or not isinstance(note["tokens"], list) or not isinstance(note["bad"], dict):
+    if not isinstance(note["tokens"], list) or not all(isinstance(note[name], dict) for name in ("plan", "options", "bad")):
         raise ValueError("plan, tokens or bad")
 
 
@@ -115,13 +130,14 @@ class Index:
     ) -> None:
         self.folder = Path(folder)
         for attempt in (1, 2):  # the second time if a change has replaced files meanwhile
-            #: Model, factory, sizes and files, as JSON values.
-            self.note = read_note(self.folder, verify=verify)
+            seen = _content(self.folder)
             try:
+                #: Model, factory, sizes and files, as JSON values.
+                self.note = read_note(self.folder, verify=verify)
                 self._open(parameters, gpu)
                 break
             except CoderError:
-                if attempt == 2 or read_json(self.folder / NOTE) == self.note:
+                if attempt == 2 or _content(self.folder) == seen:
                     raise
         if verify:
             self._verify()

@@ -298,8 +298,11 @@ class _File:
         return columns
 
     def tokens(self) -> list[str]:
-        """Names of the columns of tokens."""
-        return [name for name in self.schema.names if name.startswith(tuple(TOKENS.values()))]
+        """Names of the columns of tokens, which become names of files."""
+        names = [name for name in self.schema.names if name.startswith(tuple(TOKENS.values()))]
+        if wrong := [name for name in names if not re.fullmatch(r"\w{1,110}", name)]:
+            raise ValueError(f"its column {wrong[0][:60]!r} is not a name")
+        return names
 
     def form(self) -> tuple[Any, ...]:
         """What all files of a table have in common."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,11 +183,13 @@ class Records:
             raise CoderError(f"a filter must be an expression of 1 to {_LONGEST:,} characters, such as source = 'coco'")
         with self._lock:
             rows = self._filters.get(expression)
+            if rows is not None:
+                self._filters.move_to_end(expression)
         if rows is None:
             rows = self._where(expression)
             with self._lock:
                 self._filters[expression] = rows
-                while len(self._filters) > 1 and sum(each.nbytes for each in self._filters.values()) > _BYTES:
+                while len(self._filters) > 1 and _cost(self._filters) > _BYTES:
                     self._filters.popitem(last=False)
         if kind == "images":
             return rows
@@ -237,3 +239,8 @@ class Records:
             timer.cancel()
             connection.close()
         return np.sort(np.asarray(found, dtype=np.int64))
+
+
+def _cost(filters: Mapping[str, np.ndarray]) -> int:
+    """About how many bytes the results of expressions take."""
+    return sum(rows.nbytes + 4 * len(expression) + 1024 for expression, rows in filters.items())

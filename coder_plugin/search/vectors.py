@@ -228,7 +228,9 @@ def _read(path: Path) -> Any:
     if inverted is None:
         return index
     lists = faiss.downcast_InvertedLists(inverted.invlists)
-    if not inverted.quantizer.ntotal == inverted.nlist == lists.nlist or lists.code_size != inverted.code_size:
+    # fast-scan lists pack the codes of several vectors in a block
+    fits = isinstance(lists, faiss.BlockInvertedLists) or lists.code_size == inverted.code_size
+    if not inverted.quantizer.ntotal == inverted.nlist == lists.nlist or not fits:
         raise CoderError(f"{path} is damaged: its lists do not fit it; build the index again")
     if isinstance(lists, faiss.OnDiskInvertedLists):
         lists.prefetch_nthread = 0  # threads that a search would begin and end

@@ -35,7 +35,7 @@ def expression(filters: Mapping[str, Any], columns: Mapping[str, str]) -> str | 
         if name not in columns:
             raise CoderError(f"the index has no column {name[:100]!r} to filter by, only {', '.join(columns) or 'none'}")
         values = value if isinstance(value, list) else [value]
-        several = [_literal(name, each) for each in values if each is not None]
+        several = [_literal(name, each, columns[name]) for each in values if each is not None]
         either = [f'"{name}" IS NULL'] if None in values else []
         if several:
             either.append(f'"{name}" = {several[0]}' if len(several) == 1 else f'"{name}" IN ({", ".join(several)})')
@@ -48,7 +48,13 @@ def expression(filters: Mapping[str, Any], columns: Mapping[str, str]) -> str | 
     return whole or None
 
 
-def _literal(name: str, value: Any) -> str:
+#: Types of a value that each type of column can have.
+_TYPES = {"string": (str,), "int64": (int, float), "float64": (int, float), "bool": (bool, int)}
+
+
+def _literal(name: str, value: Any, kind: str) -> str:
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise CoderError(f"the filter {name} has a value that no column of type {kind} has")
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, str) and "\0" not in value:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
+import duckdb
 import pytest
 
 from coder_plugin.errors import CoderError
@@ -23,20 +23,20 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def connection() -> sqlite3.Connection:
-    connection = sqlite3.connect(":memory:")
-    connection.execute("CREATE TABLE images (source TEXT, width INTEGER, weight REAL, safe INTEGER)")
-    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?)", ROWS)
+def connection() -> Any:
+    connection = duckdb.connect(":memory:")
+    connection.execute("CREATE TABLE images (row BIGINT, source VARCHAR, width BIGINT, weight DOUBLE, safe BOOLEAN)")
+    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?, ?)", [(n, *row) for n, row in enumerate(ROWS)])
     return connection
 
 
-def found(connection: sqlite3.Connection, filters: dict[str, Any]) -> list[int]:
+def found(connection: Any, filters: dict[str, Any]) -> list[int]:
     where = expression(filters, COLUMNS)
-    return [row - 1 for (row,) in connection.execute(f"SELECT rowid FROM images WHERE ({where}\n)")]
+    return [row for (row,) in connection.execute(f"SELECT row FROM images WHERE ({where}\n) ORDER BY row").fetchall()]
 
 
 @pytest.mark.parametrize("column", range(4))
-def test_each_value_finds_its_rows(connection: sqlite3.Connection, column: int) -> None:
+def test_each_value_finds_its_rows(connection: Any, column: int) -> None:
     name = list(COLUMNS)[column]
     for row in ROWS:
         value = bool(row[column]) if name == "safe" and row[column] is not None else row[column]
@@ -55,7 +55,7 @@ def test_each_value_finds_its_rows(connection: sqlite3.Connection, column: int) 
         ({"source": "x') OR ('1' = '1"}, []),
     ],
 )
-def test_filters_hold_together(connection: sqlite3.Connection, filters: dict[str, Any], rows: list[int]) -> None:
+def test_filters_hold_together(connection: Any, filters: dict[str, Any], rows: list[int]) -> None:
     assert found(connection, filters) == rows
 
 
@@ -73,7 +73,10 @@ def test_no_filters_are_no_expression() -> None:
         ({"width": 2**63}, "the filter width has a value that no column has"),
         ({"weight": float("nan")}, "the filter weight has a value that no column has"),
         ({"weight": float("inf")}, "the filter weight has a value that no column has"),
-        ({"source": {"a": 1}}, "the filter source has a value that no column has"),
+        ({"source": {"a": 1}}, "the filter source has a value that no column of type string has"),
+        ({"source": True}, "the filter source has a value that no column of type string has"),
+        ({"width": "abc"}, "the filter width has a value that no column of type int64 has"),
+        ({"width": True}, "the filter width has a value that no column of type int64 has"),
         ({"source": ["x" * 200] * 50}, "the filters are too long: give fewer values"),
     ],
 )

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("pretrained",),
     ("evaluation",),
-    ("index",),
+    ("search",),
     ("serve",),
     ("training",),
     ("report", "doctor", "integrations"),

@@ -125,7 +125,9 @@ def forward_with_heads(
 def as_weights(model: Any, image: Any) -> Any:
     """Images, or the floating-point tensors of a dict of them, in the type of the weights, except under autocast."""
     dimensions = 2 if isinstance(model, Backbone) else 4  # open_clip's bf16 leaves other parameters than these in float32
-    weights = next(parameter for parameter in model.parameters() if parameter.ndim == dimensions)
+    weights = next((parameter for parameter in model.parameters() if parameter.ndim == dimensions), None)
+    if weights is None:
+        return image
     if isinstance(image, Mapping):
         return {key: as_weights(model, value) for key, value in image.items()}
     if not isinstance(image, Tensor) or not image.is_floating_point() or image.dtype == weights.dtype:

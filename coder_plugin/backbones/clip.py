@@ -273,7 +273,7 @@ def _check_context(name: str, model: Any) -> None:
             if positions < (model.context_length or 0):
                 raise CoderError(
                     f"model {name!r}: its texts may have {model.context_length} tokens and its text tower has {positions} "
-                    f"positions: set --force-context-length {positions}"
+                    f"positions: set --open-clip force_context_length={positions}"
                 )
 
 

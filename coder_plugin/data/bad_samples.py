@@ -139,12 +139,14 @@ class BadSamples:
     def add(self, read: int, bad: Iterable[Bad] = ()) -> None:
         """Count ``read`` samples, of which ``bad`` were left out."""
         self.read += read
+        last = ""
         for kind, key, reason in bad:
             self.kinds[kind] += 1
             self._log(kind, key, reason)
-            limit = allowed(self.rate, self.read)
-            if len(self) > limit + 4 * math.sqrt(limit):
-                self._stop(f"; the last one: {shorten(key)!r} ({kind}): {reason}")
+            last = f"; the last one: {shorten(key)!r} ({kind}): {reason}"
+        limit = allowed(self.rate, self.read)
+        if last and len(self) > limit + 4 * math.sqrt(limit):
+            self._stop(last)
 
     def finish(self) -> None:
         """Judge the rate at the end of the pass."""

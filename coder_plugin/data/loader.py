@@ -524,9 +524,9 @@ class _Make:
         with preserved_rng():
             seed_rng(name)
             before = rng_states()
-            found = call(texts)
+            found = [self.tokenizer(texts)]
             if rng_states() == before:
-                return list(found)
+                return found if tags is None else list(call(texts))
             rows = []
             for text in texts:
                 seed_rng(name, self.seed, self.epoch, text)

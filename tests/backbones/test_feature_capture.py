@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coder_plugin.backbones import token_projection
-from coder_plugin.backbones.clip import probe_backbone
+from coder_plugin.backbones.clip import _check_context, probe_backbone
 from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
@@ -282,6 +282,10 @@ def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
         read_heads(heads)
 
 
-def test_a_context_longer_than_the_towers_positions_is_refused(make) -> None:
-    with pytest.raises(CoderError, match="may have 4096 tokens and its text tower has .* set --force-context-length"):
-        make(text="bert-mean", force_context_length=4096)
+def test_a_context_longer_than_the_towers_positions_is_refused() -> None:
+    tower = nn.Module()
+    tower.position_embeddings = nn.Embedding(512, 4)
+    model = SimpleNamespace(text=SimpleNamespace(transformer=tower), context_length=4096)
+    with pytest.raises(CoderError, match="may have 4096 tokens and its text tower has .* set --open-clip force_context_length"):
+        _check_context("tiny", model)
+    _check_context("tiny", SimpleNamespace(text=model.text, context_length=512))

@@ -217,7 +217,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
     ("embed pictures --data pairs.csv --output e --columns x", ["no column 'x' (--columns)", "'filepath', 'title'"]),
     ("embed pictures --data pairs.csv --output e --columns key", ["column 'key': the file has a column of that name"]),
-    ("embed pictures --data scenes --output e --columns x", ["--columns: scenes is read by 'scenes'", "csv, hf"]),
+    ("embed pictures --data scenes --output e --columns x", ["scenes is read by 'scenes', which keeps no further columns"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
     ("serve pictures --port 0", ["pictures is not an index: it has no index.json"]),

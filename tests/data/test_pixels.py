@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_the_trainer_normalises_on_the_device(tmp_path):
     assert batch["image"].dtype == torch.uint8
     given = trainer._to_device(dict(batch))["image"]
     float_transform = image_transform_v2(PreprocessCfg(**trainer.model.visual.preprocess_cfg), is_train=True)
-    trainer.loader._transform = float_transform
+    trainer.loader._make = replace(trainer.loader._make, transform=float_transform)
     assert given.dtype == torch.float32 and torch.equal(given, next(trainer.loader.epoch(0))["image"])
 
 
@@ -128,8 +129,8 @@ def test_a_position_does_not_change_with_later_batches():
     stream = made.epoch(0)
     next(stream)
     first = made.position()
-    copy = {**first, "consumed": list(first["consumed"])}
+    copy = {**first, "read": list(first["read"])}
     next(stream)
-    assert first == copy and made.position()["consumed"] == [2] and made.position()["batches"] == 2
-    start = dict(first, consumed=[1])
-    assert len(list(made.epoch(0, start))) == 3 and start["consumed"] == [1]  # nor does the one that was given
+    assert first == copy and made.position()["read"] == [6] and made.position()["batches"] == 2
+    start = dict(first, read=[3])
+    assert len(list(made.epoch(0, start))) == 3 and start["read"] == [3]  # nor does the one that was given

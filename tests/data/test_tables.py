@@ -306,7 +306,7 @@ def test_every_reader_declares_its_options_once():
         from_picture(Image.new("RGB", (5, 2)))
     reading_options(DataConfig(), "a.csv")  # the limit is that of the data that were named last
     assert from_picture(Image.new("RGB", (5, 2))).size == (5, 2)
-    with pytest.raises(CoderError, match="--dataset-resampled draws shards, and a.csv is read by 'csv'"):
+    with pytest.raises(CoderError, match="--open-clip dataset_resampled draws shards, and a.csv is read by 'csv'"):
         make_source(DataConfig(train="a.csv", dataset_resampled=True), split="train")
     with pytest.raises(CoderError, match="--columns: x_caps.txt is read by 'caps', which keeps no further columns"):
         make_source(DataConfig(train="x_caps.txt"), split="train", metadata=["a"])

@@ -103,8 +103,6 @@ def test_a_shard_that_stops_in_the_middle(tmp_path: Path) -> None:
     wrong = amiss(found)
     assert list(wrong) == ["train.broken"] and wrong["train.broken"].level == "problem"
     assert str(path) in wrong["train.broken"].text and "train-0" not in wrong["train.broken"].text
-    told = next(each.text for each in found if each.name == "train.captions")
-    assert 6 <= int(told.split(": ")[1].split()[0]) < 12, "what can be read is looked at"
 
 
 def test_blank_pictures_are_told_of_once(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_the_recipe_of_the_best_row_has_its_settings() -> None:
     flags = vars(build_parser().parse_args(make_run(Plan("cpu"), row).command[1:]))
     assert recipe.loss == flags["loss"]
     assert {name: flags[name] for name in recipe.settings} == recipe.settings
-    assert row.options == tuple((f"dcl.{name}", DCL().options[name]) for name in ("mu", "gamma"))
+    assert row.options == tuple((f"dcl.{name}", getattr(DCL(), name)) for name in ("mu", "gamma"))
 
 
 def test_a_setting_starts_from_the_model_of_its_base() -> None:

@@ -88,7 +88,7 @@ def test_an_index_names_the_export_that_made_it(run: Path, tiny_model: str, tmp_
     assert main(["index", str(run), *made, str(tmp_path / "no"), "--export", "best"]) == 2
     assert main(["index", str(run), *made, str(tmp_path / "index")]) == 0
     assert caplog.text.count(NOTE) == 1
-    assert json.loads((tmp_path / "index" / "manifest.json").read_text())["model"]["export"] == "last"
+    assert json.loads((tmp_path / "index" / "index.json").read_text())["model"]["export"] == "last"
     assert main(["index", str(run / "export" / "last"), *made, str(tmp_path / "other")]) == 0
     export(run / "export" / "best", tiny_model, 1)  # the run went on with validation: the index is still of the last
     assert main(["search", str(tmp_path / "index"), "--text", "a circle"]) == 0

@@ -244,11 +244,6 @@ TARS = [
             ],
         ),
     ),
-    refused(
-        "shard-sizes-of-the-wrong-type",
-        lambda folder, _: (shard(folder), (folder / "sizes.json").write_text("[" * 100_000)),
-        "sizes.json",
-    ),
     Case(
         name="shard-sizes-negative",
         write=lambda folder, _: (shard(folder), (folder / "sizes.json").write_text('{"s.tar": -5}')),

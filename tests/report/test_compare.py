@@ -55,12 +55,15 @@ def make_run(
     rows += [{"step": each["step"], **{f"val/{key}": value for key, value in each.items() if key != "step"}} for each in found]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["step"])))
     manifest = {
-        "format": 1, "step": steps * epochs, "epoch": epochs, "world_size": 1, "saved_at": time.time(), "files": {},
+        "format": 2, "step": steps * epochs, "epoch": epochs, "world_size": 1, "saved_at": time.time(),
+        "files": dict.fromkeys(("state.pt", "rank0.pt"), {"bytes": 0}),
         "config": config, "last": found[-1] if found else {}, "best": max(found, key=lambda each: each["rsum"], default={}),
         "seconds": seconds,
     }  # fmt: skip
     place = folder / "checkpoints" / f"step_{manifest['step']:08d}"
     place.mkdir(parents=True)
+    for name in manifest["files"]:
+        (place / name).touch()
     (place / "manifest.json").write_text(json.dumps({**manifest, "manifest_sha256": sha256_json(manifest)}))
     assert RunFolder.read(folder).problems == ()
     return folder

@@ -266,7 +266,7 @@ def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path:
     shutil.rmtree(folder / "export" / "best")
     assert main(["report", str(folder), "--export", "best", "--output", str(tmp_path / "x.html")]) == 0
     text = (tmp_path / "x.html").read_text(encoding="utf-8")
-    assert "it has --export last" in section(text, "examples") and "cannot be read" in section(text, "state")
+    assert "it has --export last" in section(text, "examples") and "is refused" in section(text, "state")
     assert "no metrics.jsonl with records" in section(text, "curves")
     assert "best: epoch" in section(text, "recall")  # of the manifest
     assert "x.html" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_everything_is_shown_and_hostile_texts_are_texts(tab: Page, server: Live
 def test_results_are_filtered(tab: Page, server: Live) -> None:
     load(tab, server, 390, mobile=True)
     columns = "[...document.querySelectorAll('[data-column]')].map(each => each.dataset.column)"
-    assert tab.run(columns) == ["note", "number", "source"]
+    assert tab.run(columns) == ["source", "number", "note"]
     tab.type("a star")
     tab.press("Enter")
     tab.until(RESULTS.format(24))

@@ -16,7 +16,6 @@ ALLOWED = {
     "no expected values here": "data that the repository does not hold",
     "expected values not at hand": "data that the repository does not hold",
     "no check vectors at": "data that the repository does not hold",
-    "CODER_POSTGRES names no database": "a server; LanceDB, Qdrant and Milvus run without one",
     "could not import 'ray'": "a large package; install it to run the caller of docs/embed.md",
     "could not import 'pyspark'": "a large package that needs Java; install it to run the caller of docs/embed.md",
     # Cases that do not apply.

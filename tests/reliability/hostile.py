@@ -222,7 +222,7 @@ _NETWORK = ("socket.connect", "socket.getaddrinfo", "urllib.Request")
 #: Audit events whose first (and second) argument is a path that is changed.
 _CHANGES = {f"os.{name}" for name in "rename remove rmdir mkdir link symlink truncate chmod".split()} | {"shutil.rmtree"}
 #: Programs that libraries start to look at the machine, whatever the files.
-_HARMLESS = ("/sbin/ldconfig", "ldconfig", "gcc", "cc", "ld", "objdump", "nvidia-smi", "lscpu", "uname", "file")
+_HARMLESS = ("/sbin/ldconfig", "ldconfig", "gcc", "cc", "ld", "objdump", "nvidia-smi", "lscpu", "uname", "file", "fc-list")
 
 
 def _watch(folder: Path, temporary: Path, path: Path) -> None:

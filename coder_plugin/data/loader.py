@@ -252,10 +252,10 @@ class TrainLoader:
     def _changes(self, saved: Any) -> list[str]:
         now = self.digest
         then = saved if isinstance(saved, dict) else {}
-        changed = [name for name in now.keys() | then.keys() if then.get(name) != now.get(name)] if then else []
+        changed = [name for name in CHANGES if then.get(name) != now.get(name)] if then else []
         numbers = [name for name in changed if isinstance(now.get(name), int) and name in then]
         counts = {name: f" ({then[name]} then, {now[name]} now)" for name in numbers}
-        return [f"{CHANGES.get(name, name)}{counts.get(name, '')}" for name in sorted(changed)]
+        return [f"{CHANGES[name]}{counts.get(name, '')}" for name in changed]
 
     def _start(self, epoch: int) -> _Position:
         return _Position(epoch=epoch, of=self.steps_per_epoch, read=[0] * (max(1, self._workers) if self._stream else 1))

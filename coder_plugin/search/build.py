@@ -20,7 +20,7 @@ import numpy as np
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_path, atomic_write, fsync_path, remove_all_leftovers, sha256_file
+from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_all_leftovers, sha256_file
 from coder_plugin.search.embed import EmbedJob, differences, embedded
 from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
 from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_table
@@ -28,7 +28,6 @@ from coder_plugin.search.vectors import build, check_factory
 
 #: Folder of the images that ``index add`` embeds, until they are in the index.
 ADDING = "adding"
-_LOCK = ".lock"
 
 
 class Added(NamedTuple):
@@ -452,25 +451,10 @@ def _tidy(folder: Path, note: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def write_lock(folder: Path) -> Iterator[None]:
-    """A lock that the first rank holds for all. The operating system releases it when the process ends, also when killed."""
-    from filelock import FileLock, Timeout
-
-    problem, lock = None, None
-    if distributed.rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / _LOCK)
-            lock.acquire(timeout=0)
-        except Timeout:
-            problem = f"{folder} is being written by another process: wait for it, or choose another folder"
-        except OSError as error:
-            problem = f"{folder} cannot be written: {error}"
-    distributed.raise_on_all_ranks(None if problem is None else CoderError(problem))
-    try:
+    """The folder's lock (:func:`coder_plugin.files.locked`), which the first rank holds for all."""
+    with contextlib.ExitStack() as held:
+        _on_all_ranks(lambda: held.enter_context(locked(folder)) if distributed.rank() == 0 else None)
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> None:

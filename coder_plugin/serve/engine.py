@@ -61,7 +61,6 @@ class Engine:
         # FAISS's own threads would only wait for those of the other queries
         initializer = partial(import_faiss().omp_set_num_threads, 1) if threads > 1 else None
         self._searches = ThreadPoolExecutor(threads, "search", initializer)
-        self._reading_vectors = threading.Lock()  # FAISS makes an IVF index's table of rows the first time that it reads one
         self._cache: OrderedDict[str, Query] = OrderedDict()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._encoding = threading.Thread(target=self._encode_batches, name="encode", daemon=True)
@@ -96,9 +95,7 @@ class Engine:
         def find() -> list[Result]:
             if self.searcher.index.records.row_of(key) is None:
                 raise UnknownKey(key)
-            with self._reading_vectors:
-                query = self.searcher.key(key)
-            return self._search(query, k=k, **options)
+            return self._search(self.searcher.key(key), k=k, **options)
 
         return self._searches.submit(find)
 

@@ -346,7 +346,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: Mapping[str, Any]) -> None:
-    """Restore what :func:`rng_states` returned; the accelerator's only where it is of the same kind."""
+    """Restore what :func:`rng_states` returned; the accelerator's only where this machine has one of the same type."""
     kind, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))

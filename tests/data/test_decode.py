@@ -22,11 +22,8 @@ def grey(*values: float, dtype: str, kind: str = "TIFF") -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
+@pytest.mark.parametrize("dtype, kind", [("<u2", "PNG"), ("<u2", "TIFF"), (">u2", "TIFF")])
 def test_16_bits_become_8_by_257(dtype, kind):
-    if (dtype, kind) == (">u2", "PNG"):
-        pytest.skip("Pillow does not write it")
     values = [0, 127, 129, 257, 4095, 32768, 65535]
     decoded = np.asarray(decode_image(grey(*values, dtype=dtype, kind=kind)))
     assert decoded[0, :, 0].tolist() == [0, 0, 1, 1, 16, 128, 255] and (decoded == decoded[..., :1]).all()

@@ -60,7 +60,14 @@ def trainer(model: Any, data: Any, folder: Any, *, loss: Any, batch_size: int = 
 
 
 def train(
-    model: Any, loss: Any, batches: Sequence[Mapping[str, Tensor]], folder: Any, optimizer: Any = None, **more: Any
+    model: Any,
+    loss: Any,
+    batches: Sequence[Mapping[str, Tensor]],
+    folder: Any,
+    optimizer: Any = None,
+    *,
+    resume: str | None = None,
+    **more: Any,
 ) -> list[float]:
     """Train a model of ours on these batches in their order.
 
@@ -68,6 +75,7 @@ def train(
         batches: of every step of this process, with the keys ``image``, ``text`` and ``image_id``.
         folder: for what the trainer writes.
         optimizer: None: AdamW of :func:`trainer`.
+        resume: the folder of a checkpoint.
         more: of the trainer's arguments.
 
     Returns:
@@ -92,5 +100,5 @@ def train(
     runs.get_train_dataloader = lambda: torch.utils.data.DataLoader(features, batch_size=None)  # type: ignore[method-assign]
     losses: list[float] = []  # older trainers log four digits of them
     runs.loss.register_forward_hook(lambda *call: losses.append(torch.stack(list(call[-1].values())).sum().item()))
-    runs.train()
+    runs.train(resume_from_checkpoint=resume)
     return losses

@@ -21,7 +21,7 @@ from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
-    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-paper", "coder-printed", "finetune-clip",
+    "ascl-clip", "ascl-fusion", "ascl-hybrid", "ascl-printed", "coder", "coder-clip", "coder-paper", "coder-printed", "finetune-clip",
     "selfalign", "selfalign-clip", "vse-infinity",
 ]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
@@ -40,6 +40,12 @@ PRINTED = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
     "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0,
     "region_dropout": 0.0, "word_dropout": 0.0, "model_kwargs": ["gpo_decoder=mlp"],
+}  # fmt: skip
+BIGRU = {**CODER, "model": "region-bigru", "text_lr_scale": 1.0}
+ASCL_PRINTED = {
+    "model": "region-bert", "captions": "all", "batch_size": 64, "epochs": 20, "lr": 2e-4, "lr_scheduler": "step",
+    "lr_step_epochs": 10, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0,
+    "region_dropout": 0.0, "word_dropout": 0.0,
 }  # fmt: skip
 ASCL_TRAINING = {
     "model": "region-bert", "captions": "all", "batch_size": 64, "epochs": 20, "lr": 2e-4, "lr_scheduler": "step",
@@ -73,9 +79,9 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 80 and len({*names, *OBJECTIVES}) == 86
+    assert len(names) == 91 and len({*names, *OBJECTIVES}) == 98
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
-    assert rows == {"coder": 29, "ascl": 20, "selfalign": 12}, rows
+    assert rows == {"coder": 30, "ascl": 20, "selfalign": 12}, rows
 
 
 @pytest.mark.parametrize("name", sorted({*recipes.names(), *OBJECTIVES}))
@@ -104,6 +110,8 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("coder-clip", {"lr": 1e-5, "wd": 0.1}),
         ("dcl-bigru", DCL_BIGRU),
         ("vse-infinity", CODER),
+        *((f"{name}-bigru", BIGRU) for name in ("coder-f30k", "coder-coco", "vse-infinity")),
+        ("coder/supplement-fig4-baseline", CODER),
         *((f"coder/{row}", CODER) for row in ("table2-1", "table2-5", "table3-1", "table3-6", "table4-5k", "table7-entropy")),
         *((f"coder/fig3-{n}", CODER | {"batch_size": n}) for n in (32, 64, 128)),
         *((f"coder/fig3-{n}-without-m_dcl", CODER | {"batch_size": n}) for n in (32, 64, 128)),
@@ -113,6 +121,9 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("ascl-f30k-hybrid", ASCL_TRAINING),
         ("ascl-coco-hybrid", ASCL_TRAINING | {"lr": 5e-4}),
         ("ascl-clip", {"lr": 1e-5, "wd": 0.1}),
+        ("ascl-clip-alone", {"lr": 1e-5, "wd": 0.1}),
+        ("ascl-f30k-printed", ASCL_PRINTED),
+        ("ascl-coco-printed", ASCL_PRINTED | {"lr": 5e-4, "lr_step_gamma": 0.9}),
         ("finetune-clip", {"lr": 1e-5, "wd": 0.1, "batch_size": 128, "epochs": 5, "warmup_epochs": 0.5, "grad_clip_norm": 1.0}),
         ("ascl/table2-without-fusion", ASCL_TRAINING),
         ("ascl/table2-triplet", ASCL_TRAINING),
@@ -121,6 +132,10 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("selfalign-camera-coco", CAMERA | {"epochs": 40, "lr_step_epochs": 20}),
         ("selfalign-vsrn", VSRN),
         ("selfalign-vsrn-coco", VSRN | {"lr_step_epochs": 15, "model_kwargs": VSRN["model_kwargs"][:2]}),
+        ("camera", CAMERA),
+        ("camera-coco", CAMERA | {"epochs": 40, "lr_step_epochs": 20}),
+        ("vsrn", VSRN | {"model_kwargs": ["bidirectional=false", "batch_norm=true"]}),
+        ("vsrn-coco", VSRN | {"lr_step_epochs": 15, "model_kwargs": ["bidirectional=false"]}),
         ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "warmup_epochs": 0.0, "heads_lr_scale": 100.0}),
         *((f"selfalign/table4-{row}", CAMERA) for row in range(12)),
     ],
@@ -145,13 +160,30 @@ def test_clip_objectives():
     assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
 
 
-@pytest.mark.parametrize("name", ["vse-infinity", "coder/table2-1"])
+@pytest.mark.parametrize("name", ["vse-infinity", "vse-infinity-bigru", "coder/table2-1"])
 def test_vse_infinity_is_the_released_triplet(name):
     """The peer of table 2: margin 0.2, sums, all negatives for one epoch and then the hardest."""
     (term,) = objective_of(name).terms
     built = term.build()
     assert (term.weight, term.name, built.mean_epochs) == (1.0, "triplet", 1)
     assert built.options == {"margin": 0.2, "hardest": True, "reduction": "sum"}
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("coder-f30k-bigru", "3*dcl(diversity_over='batch+bank') + m_dcl + concept_dcl + pgc"),
+        ("coder/supplement-fig4-baseline", "triplet(margin=0.2,reduction=sum,mean_epochs=1) + concept_dcl + pgc"),
+        ("ascl-clip-alone", "ascl(temperature=logit_scale)"),
+        ("camera-coco", "triplet(reduction=sum) + 0.01*view_diversity(reduction=sum)"),
+        ("vsrn", "triplet(reduction=sum) + caption"),
+        ("vsrn-coco", "triplet(reduction=sum) + caption"),
+    ],
+)
+def test_the_terms_of_peers_and_of_other_encoders(name, loss):
+    assert objective_of(name).terms == Objective.parse(loss).terms
+    given, prototypes = options(name), {"clusters": 10_000}
+    assert "concepts" not in given or (given["concepts"], given["prototypes"]) == ({"tower_gradient": 1.0}, prototypes)
 
 
 def test_coder_is_equation_8():
@@ -189,7 +221,13 @@ def test_the_printed_twins_follow_the_letter():
         assert all(given[term]["positive_weight"] == "mu" for term in ("dcl", "m_dcl", "concept_dcl"))
         assert given["m_dcl"]["reverse"] == "all" and given["dcl"]["mask_same_image"] is False
     assert options("coder-f30k")["prototypes"]["clusters"] == 10_000
-    assert options("coder-coco")["prototypes"]["clusters"] == 20_000
+    assert options("coder-coco")["prototypes"]["clusters"] == options("coder-coco-bigru")["prototypes"]["clusters"] == 20_000
+    for name, temperature, weight in (("ascl-f30k-printed", 0.01, 0.6), ("ascl-coco-printed", 0.05, 0.8)):
+        assert options(name) == {
+            "ascl": {"similarity": "fusion", "mask_same_image": False, "temperature": temperature},
+            "asymmetry": {"noise_at": "output"},
+            "fusion": {"local_weight": weight},
+        }
 
 
 @pytest.mark.parametrize(

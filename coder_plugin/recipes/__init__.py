@@ -111,7 +111,7 @@ def load(name: str | Path) -> Recipe:
     Example:
         >>> recipe = load("coder-f30k")
         >>> recipe.loss, recipe.options, recipe.settings["lr"]
-        ('coder', {'prototypes.clusters': 10000}, 0.0002)
+        ('coder-paper', {'prototypes.clusters': 10000}, 0.0002)
     """
     if isinstance(name, Path) or name.endswith(".toml"):
         file = _read(Path(name), single=True)

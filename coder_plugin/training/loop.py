@@ -295,7 +295,7 @@ class Trainer:
         with self.log.closing():
             if self.step == 0:
                 self._evaluate_or_leave("before the first step", position=None)
-            while self.epoch < config.optim.epochs and self.step < self.total_steps and not self._all_stop():
+            while self.epoch < config.optim.epochs and not self._is_finished() and not self._all_stop():
                 if self._train_epoch():
                     position, self.epoch, self.position = self.position, self.epoch + 1, None
                     self._evaluate_or_leave(f"after epoch {self.epoch}", position)
@@ -346,7 +346,7 @@ class Trainer:
         self._is_last = len(following.batches) < accum_freq
         left = self.total_steps - self.step
         with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq, left) as progress:
-            leaving = distributed.any_rank(self._must_leave(), self.device)
+            leaving = distributed.any_rank(self._must_leave() or left <= 0, self.device)
             while not leaving:
                 (group, position, waited), following = following, next(groups)
                 # a rank with bad samples may run out of batches first: then all ranks stop
@@ -411,6 +411,11 @@ class Trainer:
         """Whether ``stop`` is set on a rank, and from now on on all. Call it on all ranks."""
         self.stop = distributed.any_rank(self.stop, self.device)
         return self.stop
+
+    def _is_finished(self) -> bool:
+        """Whether the last step was taken, and evaluated and saved: a kill may come between."""
+        evaluated = max(measured.get("step", -1) for measured in (self.last, self.zero_shot))
+        return self.step >= self.total_steps and (self.position is None or evaluated == self.step)
 
     def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
         accum_freq = self.config.optim.accum_freq

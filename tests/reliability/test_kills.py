@@ -197,6 +197,26 @@ def test_killed_at_points_of_a_run(made, tmp_path):
     assert steps[0] == 0 and steps[-1] == 8
 
 
+@pytest.mark.parametrize("max_steps", [None, 7])
+def test_killed_between_the_last_step_and_its_evaluation(max_steps, tmp_path, monkeypatch):
+    """The checkpoint of the last step has its position within the epoch: the resumed run takes no step, evaluates and saves."""
+    made = trainer(options(FILES, max_steps=max_steps, save_every_steps=1, report=False))
+    assert run(made, tmp_path / "whole") == 0
+    evaluate = type(made)._evaluate
+
+    def killed(self, *args: Any, **further: Any) -> None:
+        if self.step == self.total_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        evaluate(self, *args, **further)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made), "_evaluate", killed)
+        assert run(made, tmp_path / "run") == -signal.SIGKILL
+    for _ in range(2):  # a finished run stays as it is
+        assert run(made, tmp_path / "run", resume=True) == 0
+        assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_killed_at_every_point_of_a_run(tmp_path):
     """All state of CODER, both exports with heads and vocabulary, the log: at most 600 points, evenly, and at least 200."""

@@ -21,8 +21,8 @@ from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
-    "ascl-clip", "ascl-fusion", "ascl-hybrid", "ascl-printed", "coder", "coder-clip", "coder-paper", "coder-printed", "finetune-clip",
-    "selfalign", "selfalign-clip", "vse-infinity",
+    "ascl-clip", "ascl-fusion", "ascl-hybrid", "ascl-printed", "coder", "coder-clip", "coder-paper", "coder-printed",
+    "finetune-clip", "selfalign", "selfalign-clip", "vse-infinity",
 ]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {

@@ -35,6 +35,7 @@ def coco(options: dict[str, Any]) -> dict[str, Any]:
     return {key: _COCO.get(key, value) for key, value in options.items()}
 
 
+_LETTER = {"ascl.mask_same_image": False, "asymmetry.noise_at": "output"}
 _TABLE_2 = {
     "full": FUSED,
     "without-positives": {**FUSED, "asymmetry.positives": None},
@@ -51,6 +52,8 @@ _FIGURE_3 = {
 ASCL: dict[str, dict[str, Any]] = {
     "ascl-f30k": FUSED,
     "ascl-coco": coco(FUSED),
+    "ascl-f30k-printed": {**FUSED, **_LETTER},
+    "ascl-coco-printed": coco({**FUSED, **_LETTER}),
     "ascl-f30k-hybrid": HYBRID,
     "ascl-coco-hybrid": coco(HYBRID),
     **{f"ascl/table2-{row}": options for row, options in _TABLE_2.items()},
@@ -77,12 +80,15 @@ def test_the_objective_in_numbers(name):
 
 
 def test_no_recipe_is_left_out():
-    assert {name for name in recipes.names() if name.startswith("ascl")} == {*ASCL, "ascl-clip"}
+    assert {name for name in recipes.names() if name.startswith("ascl")} == {*ASCL, "ascl-clip", "ascl-clip-alone"}
 
 
 @pytest.mark.parametrize("name", [*ASCL, "ascl-clip"])
 def test_the_run_in_numbers(name):
     wanted = {**ASCL_RUN, "lr": 5e-4 if name.startswith(("ascl-coco", "ascl/table2-coco")) else 2e-4}
+    if name.endswith("-printed"):
+        wanted |= {"grad_clip_norm": None, "warmup_epochs": 0.0, "text_lr_scale": 1.0}
+        wanted |= {"lr_step_gamma": 0.9} if name == "ascl-coco-printed" else {}
     if name == "ascl-clip":
         wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "captions": "draw"}
     flat = configuration(name).to_flat()

@@ -58,6 +58,8 @@ _WITHOUT_M_DCL = {"m_dcl": None}
 CHANGES: dict[str, dict[str, Any]] = {
     "coder-f30k": {},
     "coder-coco": {"prototypes.clusters": 20_000},
+    "coder-f30k-bigru": {},
+    "coder-coco-bigru": {"prototypes.clusters": 20_000},
     "coder-f30k-printed": _PRINTED,
     "coder-coco-printed": {**_PRINTED, "prototypes.clusters": 20_000},
     "coder-clip": _CLIP,
@@ -84,7 +86,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 #: These have no loss of :data:`FULL`.
-OTHERS = ["coder/table2-1"]
+OTHERS = ["coder/table2-1", "coder/supplement-fig4-baseline"]
+PEERS = ["vse-infinity", "vse-infinity-bigru"]
 
 #: Section 4.2 on VSE-infinity's base: options of the run, those that no recipe sets included.
 SETTINGS: dict[str, Any] = {
@@ -103,7 +106,7 @@ _LETTER = {
 
 def test_no_recipe_of_coder_is_left_out():
     ours = {name for name in recipes.names() if name.startswith(("coder", "vse"))}
-    assert ours == {*CHANGES, *OTHERS, "vse-infinity"}
+    assert ours == {*CHANGES, *OTHERS, *PEERS}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -119,7 +122,7 @@ def test_the_objective_in_numbers(name):
     assert owners(found) - {"ids"} == owners(wanted), "terms and heads"
 
 
-@pytest.mark.parametrize("name", ["coder/table2-1", "vse-infinity"])
+@pytest.mark.parametrize("name", ["coder/table2-1", *PEERS])
 def test_the_peer_in_numbers(name):
     """VSE-infinity's loss: summed hinges, margin 0.2, all negatives in the first epoch."""
     found = {key: value for key, value in resolved(name).items() if not key.startswith("progress.")}
@@ -129,9 +132,11 @@ def test_the_peer_in_numbers(name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *OTHERS, "vse-infinity"])
+@pytest.mark.parametrize("name", [*CHANGES, *OTHERS, *PEERS])
 def test_the_run_in_numbers(name):
     wanted = {**SETTINGS, **(_LETTER if name.endswith("-printed") else {})}
+    if name.endswith("-bigru"):
+        wanted |= {"model": "region-bigru", "text_lr_scale": 1.0}
     if name.startswith("coder/fig3-"):
         wanted["batch_size"] = int(name.split("-")[1])
     if name == "coder-clip":

@@ -52,6 +52,7 @@ class RegionEncoder(nn.Module):
         batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, no division of the projections by norms.
         normalise_locals: the locals are what the context stage reads, divided by these norms (released by SelfAlign's
             authors). False: the projections.
+        boxes: whether ``camera`` reads them; False: its attention without positions (ours).
 
     Raises:
         ValueError: options out of range.
@@ -70,6 +71,7 @@ class RegionEncoder(nn.Module):
         views: int = 12,
         batch_norm: bool = False,
         normalise_locals: bool = False,
+        boxes: bool = True,
     ) -> None:
         super().__init__()
         if context not in get_args(Context):
@@ -82,7 +84,7 @@ class RegionEncoder(nn.Module):
         nn.init.uniform_(self.fc.weight, -bound, bound)
         nn.init.zeros_(self.fc.bias)
         self.mlp = _MLP(region_dim, embed_dim // 2, embed_dim) if mlp else None
-        self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=True) if context == "camera" else None
+        self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=boxes) if context == "camera" else None
         self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4)) if context == "vsrn" else None
         self.pool: GPO | Views | None = None
         if pooling == "gpo":

@@ -44,6 +44,7 @@ class Options:
         region_dim: R; the trainer reads it from the data. embed_dim: D.
         mlp: add a two-layer perceptron to the projection of the regions.
         context: context stage over the regions: none, camera or vsrn.
+        boxes: whether CAMERA's context stage reads the regions' positions, as released. False (ours): for files without boxes.
         image_pooling: gpo, mean, max, views (CAMERA) or gru (VSRN).
         gpo_decoder: what scores positions in GPO, of images and of texts: linear, as released, or mlp, the two-layer perceptron
             that CODER prints.
@@ -73,6 +74,7 @@ class Options:
     embed_dim: int = 1024
     mlp: bool = True
     context: Context = "none"
+    boxes: bool = True
     image_pooling: Pooling = "gpo"
     gpo_decoder: Decoder = "linear"
     views: int = 12
@@ -148,6 +150,7 @@ class RegionText(Backbone):
             views=options.views,
             batch_norm=options.batch_norm,
             normalise_locals=options.normalise_locals,
+            boxes=options.boxes,
         )
         self.text, self._tokenizer = _text_side(options, cache_dir)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(10 if options.logit_bias else 1 / 0.07)))
@@ -185,8 +188,8 @@ class RegionText(Backbone):
                 f"{self.name} expects regions of {self.options.region_dim} channels, these have "
                 f"{image['features'].shape[-1]}"
             )
-        if self.options.context == "camera" and "boxes" not in image:
-            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: use --model-kwargs context=none")
+        if self._reads_boxes and "boxes" not in image:
+            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: use --model-kwargs boxes=false")
         encoded = self.visual(image)
         more = {} if encoded.scores is None else {"image_views": encoded.scores}
         if self.options.global_dim:
@@ -197,6 +200,10 @@ class RegionText(Backbone):
                 )
             more["image_global"] = image["global"]
         return {**_keys("image", encoded), **more}
+
+    @property
+    def _reads_boxes(self) -> bool:
+        return self.options.context == "camera" and self.options.boxes
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
         keys = _keys("text", self.text(text))
@@ -222,7 +229,7 @@ class RegionText(Backbone):
             options.region_dim,
             max_regions=max_regions,
             dropout=region_dropout,
-            boxes=options.context == "camera",
+            boxes=self._reads_boxes,
             global_dim=options.global_dim,
         )
 

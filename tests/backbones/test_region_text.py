@@ -333,7 +333,7 @@ def test_boxes_are_for_those_who_read_them(models, name):
 
 
 @torch.no_grad()
-def test_camera_reads_boxes_and_their_aspect(models):
+def test_camera_reads_boxes_and_their_aspect(models, bert):
     model = models("region-bert-camera").eval()
     image = images()
     moved = {**image, "boxes": image["boxes"] * 0.5}
@@ -344,8 +344,11 @@ def test_camera_reads_boxes_and_their_aspect(models):
         assert not torch.allclose(model.embed_image(other), first, atol=1e-6)
     ones = {**image, "aspect": torch.ones(ROWS)}
     assert torch.equal(model.embed_image(square), model.embed_image(ones))
-    with pytest.raises(CoderError, match="region-bert-camera needs the boxes of regions.*context=none"):
+    with pytest.raises(CoderError, match="region-bert-camera needs the boxes of regions.*boxes=false"):
         model.embed_image(images(boxes=False))
+    blind = made("region-bert-camera", bert, boxes=False).eval()
+    assert blind.visual.attention.position is None
+    assert torch.equal(blind.embed_image(image), blind.embed_image(images(boxes=False)))
 
 
 @pytest.mark.parametrize("name", NAMES)

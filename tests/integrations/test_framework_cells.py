@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import coder_plugin
+from coder_plugin import distributed
 from tests.documentation import ROOT
 from tests.integrations.test_frameworks import OLD_TRANSFORMERS, differences, quiet, runs
 from tests.reliability import ranks
@@ -60,7 +61,8 @@ def trained(runs: Any, path: str, loop: str, loss: str, setting: str, folder: Pa
     if loop == "ours":
         further = {"accum_freq": accumulate, "precision": "amp_bf16" if setting == "bf16" else "fp32"}
         model.compile = functools.partial(model.compile, backend="eager")  # the default's C++ compiler takes minutes
-        return runs.ours(model, objective, folder, steps=2 * accumulate, torchcompile=setting == "compile", **further).model
+        steps = 2 * accumulate * distributed.world_size()
+        return runs.ours(model, objective, folder, steps=steps, torchcompile=setting == "compile", **further).model
     if setting == "bf16":
         options |= {"hugging_face": {"bf16": True}, "in_lightning": {"precision": "bf16-mixed"}}.get(loop, {})
         if loop == "raw":
@@ -92,9 +94,12 @@ SLOW_TO_COMPILE = [loss for loss in LOSSES if loss != "dcl + m_dcl"]
 
 def one_process(runs: Any, path: str, folder: Path, loop: str, setting: str, losses: Sequence[str]) -> None:
     for loss in losses:
+        torch._dynamo.reset()  # else it stops compiling after eight models
+        torch._dynamo.utils.counters.clear()
         # our own trainer's accumulated batches are one batch
         pairs = 8 if (loop, setting) == ("ours", "accumulation") else 4
         check(runs, trained(runs, path, loop, loss, setting, folder / loss), loss, pairs)
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (setting == "compile")
 
 
 @pytest.mark.parametrize("setting", ["one process", "accumulation", "bf16", "compile"])
@@ -132,8 +137,10 @@ def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str
             assert runs.ours(models[1], objective, tmp_path / "again", steps=2, epochs=2, resume=str(first)).step == 4
         elif loop == "sentence_transformers":
             run = functools.partial(runs.sentence_transformers_runs.train, loss=objective, batches=data, folder=folder)
-            run(models[0], optimizer=runs.adamw(models[0]), save_strategy="steps", save_steps=1)
-            assert len(run(models[1], optimizer=runs.adamw(models[1]), resume=str(folder / "checkpoint-1"))) == 1
+            further = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "epoch"}
+            run(models[0], optimizer=runs.adamw(models[0]), **further)
+            losses = run(models[1], optimizer=runs.adamw(models[1]), resume=str(folder / "checkpoint-2"), **further)
+            assert len(losses) == 2
         else:
             checkpoint, options = runs.two_epochs(loop, folder)
             torch.manual_seed(1)
@@ -158,5 +165,5 @@ def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
 
 
 def test_cells_of_two_processes(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path)
+    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path, timeout=300)
     assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output

@@ -558,9 +558,9 @@ def test_camera_without_boxes_is_told_and_can_do_without(tmp_path, made, capsys)
     command = [part for part in arguments(own, tmp_path, "region-bert-camera") if part != "--dry-run"]
     assert main([*command, "--dry-run"]) == 2
     assert "its first image: it has no boxes, which this model reads" in capsys.readouterr().err
-    assert main([*command, "--name", "without", "--model-kwargs", "context=none"]) == 0
+    assert main([*command, "--name", "without", "--model-kwargs", "boxes=false"]) == 0
     options = json.loads((tmp_path / "without" / "export" / "last" / "coder_model.json").read_text())["options"]
-    assert options["context"] == "none" and options["text_context"] == "camera"
+    assert options["context"] == options["text_context"] == "camera" and options["boxes"] is False
 
 
 def test_resuming_with_other_options_of_the_model_is_refused(tmp_path, made):

@@ -62,7 +62,7 @@ class RegionTransform:
         if self.boxes:
             fractions = regions.fractions
             if fractions is None:
-                raise BadSample("regions", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
+                raise BadSample("regions", "it has no boxes, which this model reads (--model-kwargs boxes=false does not)")
             out["boxes"] = self._padded(fractions[rows])
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if self.global_dim:

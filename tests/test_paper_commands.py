@@ -1,0 +1,132 @@
+"""The commands of docs/paper_and_code.md, from made-up precomp folders in the downloaded layout to a table of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coder_plugin.cli import main
+from tests.backbones import tiny_bert
+from tests.documentation import ROOT
+from tests.training import region_data
+
+#: Sizes of the paper's setting that a test cannot have.
+SMALL = ["--epochs", "1", "--max-steps", "2", "--batch-size", "8", "--workers", "0", "--warmup-epochs", "0"]
+SIZES = ["embed_dim=16", "context_length=16"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """SCAN's layout without boxes and CAMERA's with boxes, a BERT, word vectors and a part-of-speech tagger."""
+    folder = tmp_path_factory.mktemp("paper")
+    boxes, scan = Path(region_data.write_precomp(folder / "camera")), folder / "scan"
+    shutil.copytree(boxes, scan)
+    for path in [*scan.glob("*_boxes.npy"), *scan.glob("*_img_sizes.npy")]:
+        path.unlink()
+    for path in scan.glob("test_*"):  # COCO's name of the whole test split
+        shutil.copy(path, path.with_name(path.name.replace("test_", "testall_")))
+    draw = np.random.default_rng(0)
+    lines = [" ".join([word, *(f"{value:.3f}" for value in draw.standard_normal(8))]) for word in region_data.WORDS]
+    (folder / "glove.txt").write_text("\n".join(lines) + "\n")
+    return {
+        "camera": str(boxes), "scan": str(scan), "glove": str(folder / "glove.txt"),
+        "bert": tiny_bert.make(folder / "bert"), "tagger": tagger(folder / "tagger"),
+    }  # fmt: skip
+
+
+def tagger(folder: Path) -> str:
+    """A spaCy pipeline of a table: words of the made captions, and nothing else, have a part of speech."""
+    spacy = pytest.importorskip("spacy")
+    pipeline = spacy.blank("en")
+    ruler = pipeline.add_pipe("attribute_ruler")
+    for word in region_data.WORDS:
+        kind = "ADJ" if word in ("red", "green", "blue", "big", "small") else "NOUN"
+        ruler.add([[{"LOWER": word}]], {"POS": kind, "LEMMA": word})
+    pipeline.to_disk(folder)
+    return str(folder)
+
+
+def script(name: str, made: dict[str, str], logs: Path, *further: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    sizes = ["--model-kwargs", f"text={made['bert']}", *SIZES, "--set", "prototypes.clusters=4", "momentum.bank_size=16"]
+    command = ["bash", str(ROOT / "scripts" / f"{name}.sh"), made["scan"], made["glove"], *SMALL, *sizes, "--no-report"]
+    own = {"RUNS": str(logs), "TAGGER": made["tagger"], "ACCELERATE_USE_CPU": "true", **environment}
+    path = f"{own.get('PATH', Path(sys.executable).parent)}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, **own, "PATH": path}
+    done = subprocess.run([*command, *further], env=variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("name", "split"), [("f30k", "test"), ("coco", "testall")])
+def test_a_script_from_downloaded_files_to_the_table(
+    name: str, split: str, made: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    """Its commands, run in this process, which has loaded the libraries."""
+    shims, logs = tmp_path / "bin", tmp_path / "logs"
+    shims.mkdir()
+    for program in ("coder-plugin", "accelerate"):
+        (shims / program).write_text("#!/bin/bash\nprintf '%s\\t' \"$(basename \"$0\")\" \"$@\"; echo\n")
+        (shims / program).chmod(0o755)
+    lines = [line.rstrip("\t").split("\t") for line in script(name, made, logs, PATH=str(shims)).stdout.splitlines()]
+    concepts, train, evaluate = lines
+    assert (concepts[:2], train[:6], evaluate[:2]) == (
+        ["coder-plugin", "concepts"],
+        ["accelerate", "launch", "--num_processes", "1", "-m", "coder_plugin.cli"],
+        ["coder-plugin", "eval"],
+    )
+    for arguments in (concepts[1:], train[6:], evaluate[1:]):
+        capsys.readouterr()
+        assert main(arguments) == 0, arguments
+    print(table := capsys.readouterr().out)
+    assert "--split" in evaluate and evaluate[evaluate.index("--split") + 1] == split
+    assert "R@sum" in table and ("mean of 5 folds" in table) == (name == "coco")
+    config = json.loads((logs / f"coder-{name}" / "config.json").read_text())
+    assert (config["run"]["recipe"], config["optim"]["lr"], config["run"]["resume"]) == (f"coder-{name}", 2e-4, None)
+    again = script(name, made, logs, PATH=str(shims)).stdout.splitlines()
+    assert len(again) == 2 and "--resume\tlatest" in again[0]  # the vocabulary stays, and the run goes on
+
+
+@pytest.mark.slow
+def test_the_scripts_continue_a_run_and_fold_coco(made: dict[str, str], tmp_path: Path) -> None:
+    script("coco", made, tmp_path)
+    again = script("coco", made, tmp_path, "--max-steps", "4")
+    assert "resumed at step 2" in again.stdout + again.stderr and "fold" in again.stdout
+
+
+RUNS: dict[str, tuple[str, str, list[str], list[str]]] = {  # data, recipe, options of the model, flags of eval
+    "CAMERA with boxes": ("camera", "selfalign-camera", ["heads=4", "views=3"], []),
+    "CAMERA without boxes": ("scan", "selfalign-camera", ["heads=4", "views=3", "boxes=false"], []),
+    "VSRN": ("scan", "selfalign-vsrn", ["word_dim=8", "word_projection=true", "bidirectional=false", "batch_norm=true"], []),
+    "AsCL": ("scan", "ascl-f30k", [], ["--rerank", "all"]),
+    "AsCL with a whole-image feature": ("whole", "ascl-f30k", [], ["--rerank", "all"]),
+    "BiGRU": ("scan", "vse-infinity-bigru", ["word_dim=8"], []),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_row_from_precomp_to_the_table(name: str, made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    data, recipe, options, flags = RUNS[name]
+    folder = Path(made["scan" if data == "whole" else data])
+    if data == "whole":
+        folder = Path(shutil.copytree(folder, tmp_path / "whole"))
+        for split in ("train", "dev", "test"):
+            rows = len(np.load(folder / f"{split}_ims.npy", mmap_mode="r"))
+            np.save(folder / f"{split}_whole.npy", np.ones((rows, 10), np.float32))
+    text = [f"text={made['bert']}"] if recipe not in ("selfalign-vsrn", "vse-infinity-bigru") else []
+    heads = ["captioner.hidden=16", "captioner.word_dim=8"] if "vsrn" in recipe else []
+    command = ["train", "--recipe", recipe, "--train-data", str(folder), "--val-data", str(folder), *SMALL]
+    command += ["--logs", str(tmp_path), "--name", "run", "--no-report", "--model-kwargs", *SIZES, *options, *text]
+    assert main([*command, *(["--set", *heads] if heads else [])]) == 0
+    notes = str(json.loads((tmp_path / "run" / "plan.json").read_text()).get("notes"))
+    assert ("V_g" in notes) == (name == "AsCL")
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--split", "test", *flags]) == 0
+    assert "R@sum" in capsys.readouterr().out

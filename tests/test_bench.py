@@ -85,6 +85,17 @@ def test_decoders_are_compared_with_the_readers_own(tmp_path) -> None:
     assert "draft: 20 x 15 pixels, not equal" in done.stdout and "torchvision: 40 x 30 pixels, equal" in done.stdout
 
 
+def test_the_papers_figures_of_speed_in_their_smallest_form(tmp_path) -> None:
+    options = "--small --candidates 50 --repeats 1".split()
+    done = fresh.run([str(SCRIPTS / "papers.py"), *options, "--json", str(tmp_path / "papers")], timeout=300)
+    assert done.returncode == 0, done.stderr
+    _, camera, vsrn, scoring, pairs = map(json.loads, (tmp_path / "papers").read_text().splitlines())
+    assert [list(case["ratio"]) for case in (camera, vsrn, scoring, pairs)] == [
+        ["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 192"], ["CODER", "AsCL's fusion"],
+    ]  # fmt: skip
+    assert pairs["kilo_pairs_per_second"]["CODER"] == pytest.approx(20 * 100 / pairs["seconds"]["CODER"] / 1e3)
+
+
 def test_results_are_lines_of_json_with_ratios_of_the_same_repetitions(common, tmp_path, capsys) -> None:
     threads = torch.get_num_threads()
     options = argparse.Namespace(threads=threads, json=tmp_path / "results.jsonl", device="cpu")

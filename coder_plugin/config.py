@@ -39,11 +39,12 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    metavar: str | None = None,
-    common: bool = False,
+    metavar: str | tuple[str, ...] | None = None,
+    common: bool | None = None,
     listed: bool = False,
     uses: Collection[str] = (),
     positional: bool = False,
+    group: str | None = None,
 ) -> Any:
     """A field of a dataclass of options, from which its flag is made; the only place where an option is declared.
 
@@ -52,15 +53,16 @@ def option(
         help: its text in ``--help``.
         flag: its flat name, if it is not the field's.
         choices, at_least, above, below: what is allowed.
-        metavar: its value in ``--help``.
-        common: whether ``--help`` shows it; other options are shown by ``--help-all``.
+        metavar: its value in ``--help``; several for as many values.
+        common: whether ``--help`` shows it, or only ``--help-all``; None: it does not show options of training.
         listed: whether the command line sets it in the list of ``--open-clip``.
         uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
         positional: whether it is an argument without a flag.
+        group: the title above it in ``--help``.
     """
     metadata = {
         "flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below,
-        "metavar": metavar, "common": common, "listed": listed, "uses": uses, "positional": positional,
+        "metavar": metavar, "common": common, "listed": listed, "uses": uses, "positional": positional, "group": group,
     }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -467,15 +469,18 @@ class Option:
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
-    metavar: str | None = None
-    common: bool = False
+    metavar: str | tuple[str, ...] | None = None
+    common: bool | None = None
     listed: bool = False
     uses: Collection[str] = ()
     positional: bool = False
+    group: str | None = None
 
     @property
     def flag(self) -> str:
-        return f"--open-clip {self.name}" if self.listed else "--" + self.name.replace("_", "-")
+        if self.listed:
+            return f"--open-clip {self.name}"
+        return f"-{self.name}" if len(self.name) == 1 else "--" + self.name.replace("_", "-")
 
     def words(self, value: Any) -> list[str]:
         """The words of a command line that set the option."""

@@ -53,11 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
-    from torch.distributed.elastic.multiprocessing.errors import (
-        record,  # from here on torch is imported, which takes seconds
-    )
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torch is imported: it takes seconds
 
-    return record(train)(config, as_json=as_json) or 0  # torchrun's summary then names the rank that failed first
+    try:
+        return train(config, as_json=as_json)
+    except Exception as error:
+        get_error_handler().record_exception(error)  # torchrun's summary then names the rank that failed first
+        raise
 
 
 def train(config: TrainConfig, *, as_json: bool) -> int:

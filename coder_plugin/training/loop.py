@@ -26,6 +26,7 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.bad_samples import total
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
 from coder_plugin.data.pixels import to_device
@@ -121,6 +122,7 @@ class Trainer:
             if not isinstance(callback, Callback):
                 raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
+        set_max_pixels(data.max_image_pixels)  # also of pictures in data that are passed
         self.accelerator = make_accelerator(config)
         objective = prepare.make_objective(config, loss, model)  # it asks for the number of processes
         prepare.check_objects(config, objective, model=model, loss=loss)

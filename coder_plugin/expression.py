@@ -6,8 +6,8 @@ One line::
     item       = [ number "*" ] name [ "@" name ] [ "(" [ option { "," option } ] ")" ]
     option     = key "=" value            number, true, false, none, word or 'quoted text'
 
-An expression has at most :data:`MOST_ITEMS` items. A name may hold single dots, dashes and slashes (``coder-clip``, ``coder/table2-1``). The name of an item may also be a
-class in a file, ``PATH.py:NAME``.
+An expression has at most :data:`MOST_ITEMS` items. A name may hold single dots, dashes and slashes (``coder-clip``,
+``coder/table2-1``). The name of an item may also be a class in a file, ``PATH.py:NAME``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torch is imported: it takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import (
+        get_error_handler,  # torch is imported: it takes seconds
+    )
 
     try:
         return train(config, as_json=as_json)

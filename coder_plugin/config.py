@@ -30,40 +30,16 @@ else:
     import tomli as tomllib
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    choices: Sequence[str] | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    common: bool | None = None,
-    listed: bool = False,
-    uses: Collection[str] = (),
-    positional: bool = False,
-    group: str | None = None,
-) -> Any:
+def option(default: Any, help: str, *, flag: str | None = None, **declared: Any) -> Any:
     """A field of a dataclass of options, from which its flag is made; the only place where an option is declared.
 
     Args:
         default: its default; ``dataclasses.MISSING`` for an option that must be given.
         help: its text in ``--help``.
         flag: its flat name, if it is not the field's.
-        choices, at_least, above, below: what is allowed.
-        metavar: its value in ``--help``; several for as many values.
-        common: whether ``--help`` shows it, or only ``--help-all``; None: it does not show options of training.
-        listed: whether the command line sets it in the list of ``--open-clip``.
-        uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
-        positional: whether it is an argument without a flag.
-        group: the title above it in ``--help``.
+        declared: ``choices``, ``at_least`` … ``group`` of :class:`Option`.
     """
-    metadata = {
-        "flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below,
-        "metavar": metavar, "common": common, "listed": listed, "uses": uses, "positional": positional, "group": group,
-    }  # fmt: skip
+    metadata = {"flag": flag, "help": help, **declared}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -445,15 +421,25 @@ SCENES_DEFAULTS: Mapping[str, Any] = {"model": "coder-tiny", "batch_size": 128, 
 _KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """One option: its flat name, its place, its type, and what :func:`option` declares of it.
 
     Args:
+        name: its flat name; field: its dataclass's; subject: where in :class:`TrainConfig`.
         kind: type of a single value: bool, int, float or str.
         is_list: whether a list of them may be given.
         is_single: whether a single one may be given.
         optional: whether None is a value.
+        default: its default; ``dataclasses.MISSING`` for an option that must be given.
+        help: its text in ``--help``.
+        choices, at_least, above, below: what is allowed.
+        metavar: its value in ``--help``; several for as many values.
+        common: whether ``--help`` shows it, or only ``--help-all``; None: it does not show options of training.
+        listed: whether the command line sets it in the list of ``--open-clip``.
+        uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
+        positional: whether it is an argument without a flag.
+        group: the title above it in ``--help``.
     """
 
     name: str

@@ -57,7 +57,8 @@ def test_clip_has_open_clips_losses(accum_freq: int, tiny_model: str, tmp_path: 
     plain.load_state_dict({name: value for name, value in ours.initial.items() if not name.startswith("coder.")})
     args = SimpleNamespace(
         device="cpu", precision="fp32", distill=False, accum_freq=accum_freq, skip_scheduler=False, horovod=False, rank=0,
-        grad_clip_norm=OPTIONS["grad_clip_norm"], log_every_n_steps=1, batch_size=8, world_size=1, wandb=False, distributed=False,
+        grad_clip_norm=OPTIONS["grad_clip_norm"], log_every_n_steps=1, batch_size=8, world_size=1, wandb=False,
+        distributed=False,
     )  # fmt: skip
     betas = (OPTIONS["beta1"], OPTIONS["beta2"])
     optimizer = create_optimizer_v2(plain, "adamw", lr=1e-3, weight_decay=OPTIONS["wd"], betas=betas, eps=OPTIONS["eps"])

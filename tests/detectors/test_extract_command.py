@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coder_plugin.cli.regions import add_extract_flags, extract_command
+from coder_plugin.cli.flags import add_command, read_command
+from coder_plugin.cli.regions import Extract, extract_command
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.errors import CoderError
 
@@ -18,8 +19,8 @@ TIMM = ["--detector", "timm", "--detector-model", "test_resnet.r160_in1k", "--al
 
 def run(*words: str, **reading) -> str:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_extract_flags(parser)
-    return extract_command(parser.parse_args([*words, "--workers", "0"]), **reading)
+    add_command(parser, Extract)
+    return extract_command(read_command(Extract, parser.parse_args([*words, "--workers", "0"])), **reading)
 
 
 def fault(*words: str) -> str:

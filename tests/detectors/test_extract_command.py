@@ -77,7 +77,7 @@ def test_a_whole_image_feature(folder):
         (["--detector", "c4"], "--allow-random"),
         ([*TIMM, "--global-features", "resnet50"], "timm:MODEL"),
         ([*TIMM, "--global-weights", "f"], "without --global-features"),
-        ([*TIMM, "--shard-size", "0"], "--shard-size is 0"),
+        ([*TIMM, "--shard-size", "0"], "--shard-size must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused(folder, words, told):

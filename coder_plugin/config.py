@@ -493,7 +493,7 @@ class Option:
         return self._check_single(value, where)
 
     def _check_single(self, value: Any, where: str) -> Any:
-        if self.kind is float and type(value) is int:
+        if self.kind is float and isinstance(value, (int, float)) and type(value) is not bool:  # NumPy's too
             value = float(value)
         if type(value) is not self.kind:
             raise CoderError(f"{self.flag} is {value!r}; it must be {_KIND_NAMES[self.kind]}{where}")

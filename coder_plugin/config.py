@@ -30,38 +30,16 @@ else:
     import tomli as tomllib
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    choices: Sequence[str] | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    metavar: str | None = None,
-    common: bool = False,
-    listed: bool = False,
-    uses: Collection[str] = (),
-    positional: bool = False,
-) -> Any:
+def option(default: Any, help: str, *, flag: str | None = None, **declared: Any) -> Any:
     """A field of a dataclass of options, from which its flag is made; the only place where an option is declared.
 
     Args:
         default: its default; ``dataclasses.MISSING`` for an option that must be given.
         help: its text in ``--help``.
         flag: its flat name, if it is not the field's.
-        choices, at_least, above, below: what is allowed.
-        metavar: its value in ``--help``.
-        common: whether ``--help`` shows it; other options are shown by ``--help-all``.
-        listed: whether the command line sets it in the list of ``--open-clip``.
-        uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
-        positional: whether it is an argument without a flag.
+        declared: ``choices``, ``at_least`` … ``group`` of :class:`Option`.
     """
-    metadata = {
-        "flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below,
-        "metavar": metavar, "common": common, "listed": listed, "uses": uses, "positional": positional,
-    }  # fmt: skip
+    metadata = {"flag": flag, "help": help, **declared}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -443,15 +421,25 @@ SCENES_DEFAULTS: Mapping[str, Any] = {"model": "coder-tiny", "batch_size": 128, 
 _KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """One option: its flat name, its place, its type, and what :func:`option` declares of it.
 
     Args:
+        name: its flat name; field: its dataclass's; subject: where in :class:`TrainConfig`.
         kind: type of a single value: bool, int, float or str.
         is_list: whether a list of them may be given.
         is_single: whether a single one may be given.
         optional: whether None is a value.
+        default: its default; ``dataclasses.MISSING`` for an option that must be given.
+        help: its text in ``--help``.
+        choices, at_least, above, below: what is allowed.
+        metavar: its value in ``--help``; several for as many values.
+        common: whether ``--help`` shows it, or only ``--help-all``; None: it does not show options of training.
+        listed: whether the command line sets it in the list of ``--open-clip``.
+        uses: what else reads it: ``opening`` a model, ``reading`` a data set, or the ``loss``.
+        positional: whether it is an argument without a flag.
+        group: the title above it in ``--help``.
     """
 
     name: str
@@ -467,15 +455,18 @@ class Option:
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
-    metavar: str | None = None
-    common: bool = False
+    metavar: str | tuple[str, ...] | None = None
+    common: bool | None = None
     listed: bool = False
     uses: Collection[str] = ()
     positional: bool = False
+    group: str | None = None
 
     @property
     def flag(self) -> str:
-        return f"--open-clip {self.name}" if self.listed else "--" + self.name.replace("_", "-")
+        if self.listed:
+            return f"--open-clip {self.name}"
+        return f"-{self.name}" if len(self.name) == 1 else "--" + self.name.replace("_", "-")
 
     def words(self, value: Any) -> list[str]:
         """The words of a command line that set the option."""
@@ -502,7 +493,7 @@ class Option:
         return self._check_single(value, where)
 
     def _check_single(self, value: Any, where: str) -> Any:
-        if self.kind is float and type(value) is int:
+        if self.kind is float and isinstance(value, (int, float)) and type(value) is not bool:  # NumPy's too
             value = float(value)
         if type(value) is not self.kind:
             raise CoderError(f"{self.flag} is {value!r}; it must be {_KIND_NAMES[self.kind]}{where}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+
+_T = TypeVar("_T")
 
 
 def world_size() -> int:
@@ -327,17 +329,16 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def raise_on_all_ranks(error: Exception | None, *, prefix: str = "") -> None:
+def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise on every rank if one has an error: there that error, elsewhere a :class:`CoderError`. Call it on every rank.
 
     Without it the other ranks would wait for ever for one that has failed.
 
     Args:
         error: this rank's error, or None.
-        prefix: what the other ranks' message has before the error's text.
 
     Raises:
-        CoderError: another rank has an error.
+        CoderError: another rank has an error; its number and text.
 
     Example:
         >>> raise_on_all_ranks(None)
@@ -345,6 +346,31 @@ def raise_on_all_ranks(error: Exception | None, *, prefix: str = "") -> None:
     messages = gather_objects(None if error is None else str(error))
     if error is not None:
         raise error
-    for message in messages:
+    for rank, message in enumerate(messages):
         if message is not None:
-            raise CoderError(prefix + message)
+            raise CoderError(f"rank {rank}: {message}")
+
+
+def on_every_rank(work: Callable[[], _T]) -> list[_T]:
+    """Run ``work`` on every rank and gather its small results, in rank order. If it fails on one rank, all raise.
+
+    Raises:
+        CoderError: another rank's error; the rank that failed raises its own.
+
+    Example:
+        >>> on_every_rank(lambda: 3)  # one process
+        [3]
+    """
+    result: Any = None
+    error = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    raise_on_all_ranks(error)
+    return gather_objects(result)
+
+
+def on_first_rank(work: Callable[[], _T]) -> _T | None:
+    """Run ``work`` on rank 0 while the others wait, and return its small result on all; as :func:`on_every_rank`."""
+    return on_every_rank(lambda: work() if rank() == 0 else None)[0]

@@ -6,8 +6,8 @@ One line::
     item       = [ number "*" ] name [ "@" name ] [ "(" [ option { "," option } ] ")" ]
     option     = key "=" value            number, true, false, none, word or 'quoted text'
 
-A name may hold single dots, dashes and slashes (``coder-clip``, ``coder/table2-1``). The name of an item may also be a
-class in a file, ``PATH.py:NAME``.
+An expression has at most :data:`MOST_ITEMS` items. A name may hold single dots, dashes and slashes (``coder-clip``,
+``coder/table2-1``). The name of an item may also be a class in a file, ``PATH.py:NAME``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _CONSTANTS = {"true": True, "false": False, "none": None, "True": True, "False": False, "None": None}
+#: Most items of an expression.
+MOST_ITEMS = 100
 _NO_MINUS = "'-' is not possible: the items are added, and each weight must be > 0"
 
 #: For each state of an expression, what is expected next, and the state that each token or kind of token leads to.
@@ -101,8 +103,9 @@ class Expression:
         return cls(text, kind, tuple(cls(text, kind)._read(item)))
 
     def error(self, column: int, message: str) -> CoderError:
-        """One line that quotes the expression and names the column."""
-        return CoderError(re.sub(r"\s", " ", f'{self.kind} "{self.text}", column {column}: {message}'))
+        """One line that quotes the expression, of a long one the beginning, and names the column."""
+        text = self.text if len(self.text) <= 300 else f"{self.text[:300]}…"
+        return CoderError(re.sub(r"\s", " ", f'{self.kind} "{text}", column {column}: {message}'))
 
     def _scan(self) -> Iterator[_Token]:
         position, previous = 0, ""
@@ -126,6 +129,7 @@ class Expression:
         parts: dict[str, str] = {}
         options: dict[str, Any] = {}
         columns: dict[str, int] = {}
+        items = 0
         for token in self._scan():
             state = self._next_state(state, token, previous, item)
             previous = token.text
@@ -139,6 +143,9 @@ class Expression:
             elif state == "value":
                 options[key] = token.text if token.kind == "text" else parse_value(token.text)
             elif state in ("item", "end"):
+                items += 1
+                if state == "item" and items == MOST_ITEMS:
+                    raise self.error(token.column, f"an expression may have at most {MOST_ITEMS} items")
                 yield Item(**parts, options=options, columns=columns)
                 parts, options, columns = {}, {}, {}
 

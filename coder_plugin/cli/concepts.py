@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, READING, option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
@@ -19,10 +22,39 @@ if TYPE_CHECKING:
 _MODEL = "model:"
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-    from coder_plugin.config import READING
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin concepts``."""
 
+    output: str = option(MISSING, "the .safetensors to write; a .json is written next to it", metavar="FILE")
+    vectors: str = option(
+        MISSING, "word vectors: a GloVe or word2vec text file (also .gz or .zip); model:NAME, the embeddings of a text model: "
+        "a run's or export's folder, open_clip's NAME:WEIGHTS, or a transformers encoder; or none for random vectors",
+        metavar="FILE"
+    )
+    template: str | None = option(
+        None, "with model:NAME, the text for a word, with {} in its place, such as 'a photo of a {}' [{}]", metavar="TEXT"
+    )
+    center: bool | None = option(None, "with model:NAME, subtract the mean of the words' embeddings [True]")
+    size: int = option(400, "number of concepts")
+    ratio: list[float] = option(
+        [7, 2, 1], "shares of nouns, verbs and adjectives [7 2 1]", metavar=("OBJECT", "MOTION", "PROPERTY")
+    )
+    lemmas: bool = option(True, "count dog and dogs as one concept rather than two")
+    stop_words: str = option(
+        "default", "words that are not concepts: default (be, have, other …), none, or a file with one word per line",
+        metavar="WORDS"
+    )
+    tagger: str | None = option(
+        None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]"
+    )
+    processes: int = option(1, "number of spaCy processes")
+    max_captions: int | None = option(None, "read only the first N captions", at_least=1)
+    split: str = option("train", "split of Karpathy files and scenes")
+    seed: int = option(0, "seed of the random vectors [0]")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "concepts",
         help="make the concept vocabulary that CODER trains with, from captions",
@@ -30,88 +62,32 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "together, and "
         "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
     )
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it"
-    )
-    parser.add_argument(
-        "--vectors",
-        required=True,
-        metavar="FILE",
-        help="word vectors: a GloVe or word2vec text file (also .gz or .zip); model:NAME, the embeddings of a text model: a "
-        "run's or export's folder, open_clip's NAME:WEIGHTS, or a transformers encoder; or none for random vectors",
-    )
-    parser.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="with model:NAME, the text for a word, with {} in its place, such as 'a photo of a {}' [{}]",
-    )
-    parser.add_argument(
-        "--center",
-        action=argparse.BooleanOptionalAction,
-        help="with model:NAME, subtract the mean of the words' embeddings [True]",
-    )
-    parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
-    parser.add_argument(
-        "--ratio",
-        type=float,
-        nargs=3,
-        default=[7, 2, 1],
-        metavar=("OBJECT", "MOTION", "PROPERTY"),
-        help="shares of nouns, verbs and adjectives [7 2 1]",
-    )
-    parser.add_argument(
-        "--lemmas",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="count dog and dogs as one concept rather than two [True]",
-    )
-    parser.add_argument(
-        "--stop-words",
-        default="default",
-        metavar="WORDS",
-        help="words that are not concepts: default (be, have, other …), none, or a file with one word per line [default]",
-    )
-    parser.add_argument(
-        "--tagger",
-        metavar="NAME",
-        help="part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]",
-    )
-    parser.add_argument("--processes", type=int, default=1, help="number of spaCy processes [1]")
-    parser.add_argument("--max-captions", type=int, metavar="N", help="read only the first N captions")
-    parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random vectors [0]")
-    add_flags(parser, only=["train_data", *READING])
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=["train_data", *READING])
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Command, options: dict[str, Any]) -> int:
     from coder_plugin.cli.checks import check_exists, check_options
-    from coder_plugin.cli.flags import read_options
 
-    check_options(read_options(arguments), reads=["train_data", "image_root"])
-    if arguments.max_captions is not None and arguments.max_captions < 1:
-        raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
+    check_options(options, reads=["train_data", "image_root"])
     if arguments.vectors != "none" and not arguments.vectors.startswith(_MODEL):
         check_exists(arguments.vectors, flag="--vectors")
-    echo(concepts_command(arguments))
+    echo(concepts_command(arguments, options))
     return 0
 
 
-def concepts_command(arguments: argparse.Namespace) -> str:
+def concepts_command(arguments: Command, options: Mapping[str, Any]) -> str:
     """Build and save the vocabulary; returns its description.
 
     Everything that can fail is checked first, since tagging a large corpus takes minutes.
     """
-    from coder_plugin.cli.flags import read_options
     from coder_plugin.concepts.build import build_vocabulary
     from coder_plugin.concepts.tagging import make_tagger
     from coder_plugin.concepts.vocabulary import artefact_path, check_writable, describe
     from coder_plugin.concepts.words import read_stop_words
-    from coder_plugin.config import READING, resolve
+    from coder_plugin.config import resolve
     from coder_plugin.data.from_config import make_captions, make_source
 
-    flags = read_options(arguments)
-    config = resolve([("flag", flags)])
+    config = resolve([("flag", options)])
     path = artefact_path(arguments.output)
     check_writable(path)
     vectors = _vectors(arguments.vectors, template=arguments.template, center=arguments.center)
@@ -135,7 +111,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
         source=source.name,
     )
     vocabulary.save(path)
-    data = [f"--{name.replace('_', '-')}={flags[name]}" for name in ("train_data", *READING) if name in flags]
+    data = [f"--{name.replace('_', '-')}={options[name]}" for name in ("train_data", *READING) if name in options]
     return f"{describe(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}\nnext: " + shlex.join(
         ["coder-plugin", "train", *(["--model", "MODEL", *data] if data else ()), "--loss", "coder", "--concepts", str(path)]
     )

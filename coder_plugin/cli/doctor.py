@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coder_plugin.cli.flags import read_options
-from coder_plugin.config import options_by_name
+from coder_plugin.cli.flags import add_command, add_flags, read_command, read_options
+from coder_plugin.config import option, options_by_name
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin doctor`` besides options of training."""
+
+    folder: list[str] = option(
+        [], "folder of a run or an export; or hf-hub:OWNER/NAME, if it is cached", metavar="FOLDER", positional=True
+    )
+    samples: int = option(256, "images to decode of a split with more than 10,000")
+    all: bool = option(False, "decode every image and read all data")
+    strict: bool = option(False, "exit with status 1 for a warning, too")
+    json: str | None = option(None, "write the findings to FILE ('-': standard output)", metavar="FILE")
 
 
 def flags() -> list[str]:
@@ -22,23 +35,13 @@ def flags() -> list[str]:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-
     parser = commands.add_parser(
         "doctor",
         help="check installation, data, objective or a trained run, and say what to do",
         description="Check the installation; with data, a model or an objective named as for train, these too; with a folder, "
         "the run or export in it. Nothing is downloaded or written. Status 1 where there is a problem.",
     )
-    parser.add_argument(
-        "folder", nargs="*", help="folder of a run or an export; or hf-hub:OWNER/NAME, if it is cached"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=256, metavar="N", help="images to decode of a split with more than 10,000 [256]"
-    )
-    parser.add_argument("--all", action="store_true", help="decode every image and read all data")
-    parser.add_argument("--strict", action="store_true", help="exit with status 1 for a warning, too")
-    parser.add_argument("--json", metavar="FILE", help="write the findings to FILE ('-': standard output)")
+    add_command(parser, Command)
     add_flags(parser, only=flags())
     parser.set_defaults(run=run)
 
@@ -48,21 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.doctor.examine import examine
     from coder_plugin.doctor.findings import format_findings, worst
 
+    command = read_command(Command, arguments)
     findings = examine(
         read_options(arguments),
-        arguments.folder,
-        samples=arguments.samples,
-        check_all=arguments.all,
+        command.folder,
+        samples=command.samples,
+        check_all=command.all,
         check_objective=arguments.config is not None,
     )
     text = json.dumps([asdict(each) for each in findings], indent=2)
-    if arguments.json != "-":
+    if command.json != "-":
         echo(format_findings(findings))
-    if arguments.json == "-":
+    if command.json == "-":
         echo(text)
-    elif arguments.json:
+    elif command.json:
         try:
-            Path(arguments.json).write_text(text + "\n")
+            Path(command.json).write_text(text + "\n")
         except OSError as error:
-            raise CoderError(f"--json {arguments.json}: {error.strerror}") from error
-    return int(worst(findings) in (("warning", "problem") if arguments.strict else ("problem",)))
+            raise CoderError(f"--json {command.json}: {error.strerror}") from error
+    return int(worst(findings) in (("warning", "problem") if command.strict else ("problem",)))

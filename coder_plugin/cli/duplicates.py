@@ -6,14 +6,35 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.cli.encoding import IndexFlags
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 #: Groups that the table shows, and images of each.
 _GROUPS, _MEMBERS = 20, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(IndexFlags):
+    """The flags of ``coder-plugin duplicates``."""
+
+    threshold: float = option(0.93, "the cosine from which on two images are near-duplicates; it depends on the model")
+    json: bool = option(False, "print all groups as JSON instead of a table")
+    html: str | None = option(None, "also write a page with pictures", metavar="FILE")
+    keys_file: str | None = option(
+        None, "also write the keys of all images but the first of each group, one a line, for coder-plugin index remove",
+        metavar="FILE"
+    )
+    exact: bool | None = option(
+        None, "compare all pairs, or only each image with the neighbours that the index finds [all pairs of a flat index, or "
+        "where the vectors have different lengths]"
+    )
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -23,33 +44,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Group the images of an index whose vectors have a high cosine. Prints the largest groups, and writes all "
         "as JSON, as a page with pictures, or as a list of keys to remove.",
     )
-    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
-    parser.add_argument(
-        "--threshold", type=float, default=0.93, metavar="X",
-        help="the cosine from which on two images are near-duplicates; it depends on the model [0.93]",
-    )
-    parser.add_argument("--json", action="store_true", help="print all groups as JSON instead of a table")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
-    parser.add_argument(
-        "--keys-file", metavar="FILE",
-        help="also write the keys of all images but the first of each group, one a line, for coder-plugin index remove",
-    )
-    parser.add_argument(
-        "--exact", action=argparse.BooleanOptionalAction,
-        help="compare all pairs, or only each image with the neighbours that the index finds [all pairs of a flat index, or "
-        "where the vectors have different lengths]",
-    )
-    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
-    parser.add_argument(
-        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="compare on a GPU if there is one [True]"
-    )
-    parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
-    )
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Command) -> int:
     from coder_plugin.cli.checks import check_folder
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
@@ -63,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def duplicates_command(arguments: argparse.Namespace) -> str:
+def duplicates_command(arguments: Command) -> str:
     """Find the groups; returns what to print, and writes the files that the flags name."""
     from coder_plugin.cli.checks import writing
     from coder_plugin.search.duplicates import find_duplicates

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
+from typing import Any
 
+from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
@@ -12,9 +17,25 @@ from coder_plugin.terminal import echo, plural
 _TYPES = ("string", "int64", "float64", "bool")
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.encoding import add_encoding, add_reading
+@dataclass(frozen=True, kw_only=True)
+class Command(EncodingFlags):
+    """The flags of ``coder-plugin embed``."""
 
+    data: str = option(MISSING, "a folder of pictures, shards, a .csv, .json, scenes …", metavar="DATA")
+    dtype: str = option("float32", "of the vectors", choices=("float32", "float16"))
+    tokens: bool = option(
+        False, "also write the tokens that the model's fusion head re-ranks by; implied by --reranker"
+    )
+    columns: list[str] = option(
+        [], "further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
+        metavar="NAME[:TYPE]"
+    )
+    rows_per_file: int = option(4096, "images of a file where the data are not in shards", at_least=1)
+    task_index: int | None = option(None, "number of this task, from 0 [in a SLURM array, its own]")
+    task_count: int | None = option(None, "number of tasks [in a SLURM array, its own]")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "embed",
         help="encode images and captions into Parquet files",
@@ -22,35 +43,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "or slice: keys, captions, paths, vectors. An interrupted command continues where it stopped. Several processes "
         "each make their part of the files: accelerate launch -m coder_plugin.cli embed ..., or the tasks of a SLURM array.",
     )
-    add_encoding(parser, output="DIR", data_required=True)
-    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the vectors [float32]")
-    parser.add_argument(
-        "--tokens", action="store_true",
-        help="also write the tokens that the model's fusion head re-ranks by; implied by --reranker",
-    )
-    parser.add_argument(
-        "--columns", nargs="+", action="extend", default=[], metavar="NAME[:TYPE]",
-        help="further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
-    )
-    parser.add_argument(
-        "--rows-per-file", type=int, default=4096, metavar="N", help="images of a file where the data are not in shards [4096]"
-    )
-    parser.add_argument(
-        "--task-index", type=int, metavar="N", help="number of this task, from 0 [in a SLURM array, its own]"
-    )
-    parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks [in a SLURM array, its own]")
-    add_reading(parser)
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=OPENING_AND_READING)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.encoding import check_encoding
-    from coder_plugin.cli.flags import read_options
-
-    options = read_options(arguments)
+def run(arguments: Command, options: dict[str, Any]) -> int:
     check_encoding(arguments, options)
-    if arguments.rows_per_file < 1:
-        raise CoderError(f"--rows-per-file must be at least 1, got {arguments.rows_per_file}")
     for name in ("tokens", "reranker"):
         if getattr(arguments, name) and arguments.what == "captions":
             raise CoderError(f"--{name} needs the images: leave out --what captions")
@@ -109,7 +106,7 @@ def share_of(task: int | None, tasks: int | None) -> tuple[int, int]:
 
 
 def embed_command(
-    arguments: argparse.Namespace, options: dict[str, object], columns: dict[str, str], index: int, count: int
+    arguments: Command, options: dict[str, Any], columns: dict[str, str], index: int, count: int
 ) -> str:
     """Embed what the flags describe; returns a summary."""
     from coder_plugin.search.embed import EmbedJob

@@ -1,72 +1,102 @@
-"""Flags and checks that the commands which encode a data set have in common."""
+"""Flags that several commands have, and checks of those that encode a data set."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from coder_plugin.config import MISSING, OPENING, READING, option
 from coder_plugin.errors import CoderError
 
+#: Options of training with which a model is opened and data are read.
+OPENING_AND_READING = (*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels")
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``RUN`` and ``--export``."""
-    parser.add_argument(
-        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlag:
+    """Which export of a run is opened."""
+
+    export: str | None = option(None, "which export of the run [best; last if no validation was run]", choices=("best", "last"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankerFlag:
+    """What re-ranks."""
+
+    reranker: str | None = option(
+        None, "re-rank without a trained head: maxsim, by the tokens of images and texts, or a name from another package [the "
+        "model's fusion head, if it has one]"
     )
-    parser.add_argument(
-        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+
+    def __post_init__(self) -> None:
+        from coder_plugin.cli.checks import check_reranker
+
+        check_reranker(self.reranker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(ExportFlag):
+    """The model that is opened."""
+
+    run_folder: str | None = option(
+        None, "folder of a run, an export or a shared model; or name one with --model", metavar="RUN", positional=True
     )
 
 
-def add_encoding(parser: argparse.ArgumentParser, *, output: str, data_required: bool) -> None:
-    """Add the flags of what is encoded, by which model, and where to; ``output`` is what the help calls the folder."""
-    from coder_plugin.cli.flags import add_reranker
+@dataclass(frozen=True, kw_only=True)
+class EncodingFlags(ModelFlags, RerankerFlag):
+    """What is encoded, by which model, and where to."""
 
-    add_model(parser)
-    parser.add_argument(
-        "--data", required=data_required, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …"
+    data: str | None = option(None, "a folder of pictures, shards, a .csv, .json, scenes …", metavar="DATA")
+    output: str = option(MISSING, "the folder to write", metavar="DIR")
+    split: str = option("val", "split of Karpathy files, precomp folders and scenes")
+    what: str = option(
+        "both", "which vectors to keep; the captions' texts are kept in any case", choices=("both", "images", "captions")
     )
-    parser.add_argument("--output", required=True, metavar=output, help="the folder to write")
-    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    parser.add_argument(
-        "--what", choices=("both", "images", "captions"), default="both",
-        help="which vectors to keep; the captions' texts are kept in any case [both]"
+    thumbnails: int = option(128, "longer side of the thumbnails; 0: no thumbnails", metavar="PIXELS", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexFlags:
+    """An index that is opened."""
+
+    index: str = option(MISSING, "a folder written by coder-plugin index", metavar="INDEX", positional=True)
+    search_parameters: str | None = option(None, "FAISS search parameters, such as nprobe=16 or efSearch=64", metavar="P")
+    gpu: bool = option(True, "compute on a GPU if there is one, and FAISS has it")
+    verify: bool = option(False, "verify the files' checksums first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFlags(IndexFlags, RerankerFlag):
+    """How an index is searched."""
+
+    model_folder: str | None = option(
+        None, "the index's model, if it has moved: a run or an export", flag="model", metavar="RUN"
     )
-    parser.add_argument(
-        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
+    rerank: str | None = option(
+        None, "candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]", metavar="K"
     )
-    add_reranker(parser)
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and the flags of opening a model and reading data."""
-    from coder_plugin.cli.flags import add_flags
-    from coder_plugin.config import OPENING, READING
-
-    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
-
-
-def check_encoding(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    """Check, before torch is imported, what :func:`add_encoding` and :func:`add_reading` have read.
+def check_encoding(arguments: EncodingFlags, options: Mapping[str, Any]) -> None:
+    """Check, before torch is imported, what is encoded by which model.
 
     Args:
         arguments: all flags.
         options: those of the configuration, by flat name.
 
     Raises:
-        CoderError: no model, or a model, data, an option or a re-ranker that does not exist or is out of range.
+        CoderError: no model, or a model, data or an option that does not exist or is out of range.
     """
-    from coder_plugin.cli.checks import check_data, check_model, check_options, check_output, check_reranker
+    from coder_plugin.cli.checks import check_data, check_model, check_options, check_output
 
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
     if arguments.run_folder is None and "model" not in options:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     check_output(arguments.output)
-    if arguments.thumbnails < 0:
-        raise CoderError(f"--thumbnails must be at least 0, got {arguments.thumbnails}")
-    check_reranker(arguments.reranker)
+    assert arguments.data is not None
     kind = "pictures" if os.path.isdir(arguments.data) else options.get("dataset_type", "auto")
     check_data(arguments.data, flag="--data", kind=kind)

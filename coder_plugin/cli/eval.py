@@ -5,125 +5,102 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.cli.encoding import OPENING_AND_READING, ExportFlag, RerankerFlag
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
+_METRICS, _TUNING = "more metrics", "before and after fine-tuning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ExportFlag, RerankerFlag):
+    """The flags of ``coder-plugin eval``."""
+
+    run_folder: list[str] = option(
+        [], "folder of a run (its options and best export), an export or a shared model; several: also their ensemble",
+        metavar="RUN", positional=True
+    )
+    folds: int = option(0, "also report the mean over N folds (COCO 1K: 5)")
+    beta: list[float] = option(
+        [], "weights of the instance score against the concept score, instead of the trained one: a row for each", metavar="B"
+    )
+    context_weight: list[float] = option(
+        [], "weights of SelfAlign's context score, instead of the trained one: a row for each; 0 leaves it out (one run only, "
+        "without --pictures)", metavar="W"
+    )
+    analyses: str | None = option(
+        None, "also report alignment, uniformity and recall by query length (AsCL, section III); write numbers and plots to "
+        "FOLDER", metavar="FOLDER"
+    )
+    pictures: str | None = option(
+        None, "also write figures to FOLDER: which region or patch each word attends to, the context map, and t-SNE of words "
+        "and regions (SelfAlign, figures 4 and 5)", metavar="FOLDER"
+    )
+    pictures_count: int | None = option(None, "draw the first N images [8]")
+    pictures_concepts: str | None = option(
+        None, "words to show in the t-SNE, such as dog,water,snow [the ten most frequent]", metavar="WORDS"
+    )
+    json: str | None = option(None, "write the numbers to FILE ('-': standard output)", metavar="FILE")
+    split: str = option("val", "split of Karpathy files, precomp folders and scenes")
+    by: list[str] = option(
+        [], "recall by kind of caption: words (colour, number, relation, size, people, action), length, or place in the "
+        "image's list of captions; with counts and 95 % intervals", choices=("words", "length", "place"), metavar="KIND",
+        group=_METRICS
+    )
+    eccv: bool = option(
+        False, "ECCV Caption on COCO's Karpathy test split: mAP@R, R-Precision and recall, with CxC's and COCO's recall",
+        group=_METRICS
+    )
+    cxc: str | None = option(
+        None, "CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it", metavar="FOLDER",
+        group=_METRICS
+    )
+    zeroshot: str | None = option(
+        None, "zero-shot classification of the pictures in FOLDER/CLASS/, before and after fine-tuning", metavar="FOLDER",
+        group=_TUNING
+    )
+    classnames: str | None = option(
+        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]", metavar="FILE",
+        group=_TUNING
+    )
+    templates: str | None = option(
+        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]",
+        group=_TUNING
+    )
+    base: str | None = option(
+        None, "the model before fine-tuning: a run, an export, or weights of the same architecture [the run's --pretrained]",
+        metavar="MODEL", group=_TUNING
+    )
+    wise_ft: list[float] | None = option(
+        None, "also evaluate interpolated weights, (1 - A) * before + A * after: a row for each (WiSE-FT)", metavar="A",
+        group=_TUNING
+    )
+    wise_ft_save: list[str] | None = option(
+        None, "write the interpolated model at A as an export", metavar=("A", "FOLDER"), group=_TUNING
+    )
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags, add_reranker
-    from coder_plugin.config import OPENING, READING
-
     parser = commands.add_parser(
         "eval",
         help="recall of a model on a data set",
         description="Image-to-text and text-to-image recall of a run's export, a shared model, or any open_clip model.",
     )
-    parser.add_argument(
-        "run_folder", nargs="*",
-        help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble"
-    )
-    parser.add_argument(
-        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
-    )
-    parser.add_argument("--folds", type=int, default=0, help="also report the mean over N folds (COCO 1K: 5)")
-    parser.add_argument(
-        "--beta",
-        type=float,
-        nargs="+",
-        metavar="B",
-        help="weights of the instance score against the concept score, instead of the trained one: a row for each",
-    )
-    parser.add_argument(
-        "--context-weight",
-        type=float,
-        nargs="+",
-        metavar="W",
-        help="weights of SelfAlign's context score, instead of the trained one: a row for each; 0 leaves it out (one run "
-        "only, without --pictures)",
-    )
-    parser.add_argument(
-        "--analyses",
-        metavar="FOLDER",
-        help="also report alignment, uniformity and recall by query length (AsCL, section III); write numbers and plots "
-        "to FOLDER",
-    )
-    parser.add_argument(
-        "--pictures",
-        metavar="FOLDER",
-        help="also write figures to FOLDER: which region or patch each word attends to, the context map, and t-SNE of words "
-        "and regions (SelfAlign, figures 4 and 5)",
-    )
-    parser.add_argument("--pictures-count", type=int, metavar="N", help="draw the first N images [8]")
-    parser.add_argument(
-        "--pictures-concepts", metavar="WORDS",
-        help="words to show in the t-SNE, such as dog,water,snow [the ten most frequent]"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
-    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    group = parser.add_argument_group("more metrics")
-    group.add_argument(
-        "--by",
-        nargs="+",
-        choices=("words", "length", "place"),
-        metavar="KIND",
-        help="recall by kind of caption: words (colour, number, relation, size, people, action), length, or place in the "
-        "image's list of captions; with counts and 95 %% intervals",
-    )
-    group.add_argument(
-        "--eccv",
-        action="store_true",
-        help="ECCV Caption on COCO's Karpathy test split: mAP@R, R-Precision and recall, with CxC's and COCO's recall",
-    )
-    group.add_argument(
-        "--cxc", metavar="FOLDER", help="CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it"
-    )
-    group = parser.add_argument_group("before and after fine-tuning")
-    group.add_argument(
-        "--zeroshot",
-        metavar="FOLDER",
-        help="zero-shot classification of the pictures in FOLDER/CLASS/, before and after fine-tuning",
-    )
-    group.add_argument(
-        "--classnames", metavar="FILE",
-        help="class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
-    )
-    group.add_argument(
-        "--templates", metavar="NAME",
-        help="prompts for --zeroshot: openai (80), simple (7) or a file with one prompt per line, {} for the class [openai]"
-    )
-    group.add_argument(
-        "--base",
-        metavar="MODEL",
-        help="the model before fine-tuning: a run, an export, or weights of the same architecture [the run's --pretrained]",
-    )
-    group.add_argument(
-        "--wise-ft",
-        type=float,
-        nargs="+",
-        metavar="A",
-        help="also evaluate interpolated weights, (1 - A) * before + A * after: a row for each (WiSE-FT)",
-    )
-    group.add_argument(
-        "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the interpolated model at A as an export"
-    )
-    add_reranker(parser)
-    only = [*OPENING, *READING, "val_data", "max_bad_samples", "max_image_pixels", "workers", "batch_size", "rerank"]
-    add_flags(parser, only=only)
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=[*OPENING_AND_READING, "val_data", "rerank"])
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_model, check_options, check_reranker
-    from coder_plugin.cli.flags import read_options
+def run(arguments: Command, options: dict[str, Any]) -> int:
+    from coder_plugin.cli.checks import check_exists, check_model, check_options
 
     for folder in arguments.run_folder:
         check_model(folder)
-    options = read_options(arguments)
     check_options(options, reads=["val_data" if "val_data" in options else "train_data", "image_root"])
-    check_reranker(arguments.reranker)
     if not arguments.run_folder and "model" not in options:
         raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     for flag in ("cxc", "zeroshot", "classnames"):
@@ -147,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def evaluate_command(arguments: Command, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows of :func:`~coder_plugin.evaluation.compare.evaluate_models` for the flags; writes analyses and pictures.
 
     Args:
@@ -201,7 +178,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
         ),
         fine_tuning=tuning,
     )
-    if measures.analyses:
+    if arguments.analyses:
         from coder_plugin.report.figures import check_figures
 
         measures.check(len(set(arguments.run_folder)) or 1)  # before the folder is made
@@ -216,7 +193,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
         on_model=on_model if drawing is not None else None,
         reranker=flags.get("reranker"),
     )
-    if results and measures.analyses:
+    if results and arguments.analyses:
         from coder_plugin.report.figures import plot_analyses
 
         rows = analyses_of(results)
@@ -233,7 +210,7 @@ def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {name: result["analyses"] for name, result in results.items() if "analyses" in result}
 
 
-def _format(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+def _format(results: Mapping[str, Mapping[str, Any]], arguments: Command) -> str:
     """The tables that the command prints."""
     from coder_plugin.evaluation import format_analyses, format_table
     from coder_plugin.evaluation.benchmarks import format_benchmarks

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 _FORMS = ("parquet", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin export``."""
+
+    index: str = option(MISSING, "a folder written by coder-plugin index or embed", metavar="INDEX", positional=True)
+    to: str = option(MISSING, "parquet or numpy; vector stores read Parquet", metavar="FORM")
+    output: str = option(MISSING, "a folder to make", metavar="DIR")
+    what: str = option("images", "of numpy: which vectors", choices=("images", "captions", "both"))
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -18,16 +31,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Write the vectors of an index or of a folder of embeddings to a new folder: the Parquet files with keys, "
         "captions and all other columns, or one NumPy array of each kind beside keys.txt and captions.txt.",
     )
-    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index or embed")
-    parser.add_argument("--to", required=True, metavar="FORM", help="parquet or numpy; vector stores read Parquet")
-    parser.add_argument("--output", required=True, metavar="DIR", help="a folder to make")
-    parser.add_argument(
-        "--what", choices=("images", "captions", "both"), default="images", help="of numpy: which vectors [images]"
-    )
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Command) -> int:
     from coder_plugin.cli.checks import check_folder
 
     if arguments.to not in _FORMS:
@@ -40,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export_command(arguments: argparse.Namespace) -> str:
+def export_command(arguments: Command) -> str:
     """Write the files; returns a summary."""
     import shutil
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from coder_plugin.cli.parsing import CommandParser, mark_rare
@@ -45,12 +45,25 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
                 _add(group, option, None if training else _WITHOUT_TRAINING.get(option.name))
     if listed := [option for option in options if option.listed]:
         _add_list(parser.add_argument_group("open_clip's rarer options"), listed)
-    if isinstance(parser, CommandParser) and not all(option.common for option in options):
+    if isinstance(parser, CommandParser):
         parser.add_help_all()
 
 
-def add_command(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add a flag, or an argument without one, for each field of a command's own dataclass.
+def add_command(
+    parser: argparse.ArgumentParser,
+    cls: type,
+    run: Callable[..., int] | None = None,
+    *,
+    options: Collection[str] | None = None,
+) -> None:
+    """Add a flag, or an argument without one, for each field of a command's own dataclass, and set what the command runs.
+
+    Args:
+        parser: of the command.
+        cls: the dataclass.
+        run: called with an instance of it; with ``options`` also with those of training that were given, by flat name.
+            Returns the exit status. None: the caller sets it.
+        options: names of options of training that the command takes, too.
 
     Example:
         >>> from dataclasses import dataclass
@@ -64,8 +77,20 @@ def add_command(parser: argparse.ArgumentParser, cls: type) -> None:
         >>> read_command(Command, parser.parse_args(["logs/run", "--top", "3"]))
         Command(run='logs/run', top=3)
     """
-    for option in options_of(cls).values():
-        _add(parser, option)
+    groups: dict[str | None, Any] = {None: parser}
+    for option in sorted(options_of(cls).values(), key=lambda each: each.field not in cls.__annotations__):  # its own first
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
+    if options is not None:
+        add_flags(parser, only=options)
+    if run is not None:
+        reads_options = options is not None
+        parser.set_defaults(
+            run=lambda arguments: run(read_command(cls, arguments), *([read_options(arguments)] if reads_options else []))
+        )
+    if isinstance(parser, CommandParser):
+        parser.add_help_all()
 
 
 def read_command(cls: type[_T], arguments: argparse.Namespace) -> _T:
@@ -77,15 +102,6 @@ def read_command(cls: type[_T], arguments: argparse.Namespace) -> _T:
     given = {name: value for name, value in vars(arguments).items() if name in options_of(cls) and value is not None}
     values = {option.field: option.check(given[name], "flag") for name, option in options_of(cls).items() if name in given}
     return cls(**values)
-
-
-def add_reranker(parser: argparse.ArgumentParser) -> None:
-    """Add ``--reranker``."""
-    parser.add_argument(
-        "--reranker", metavar="NAME",
-        help="re-rank without a trained head: maxsim, by the tokens of images and texts, or a name from another package [the "
-        "model's fusion head, if it has one]",
-    )
 
 
 def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +129,10 @@ def _add(group: Any, option: Option, help_text: str | None = None) -> None:
     if option.kind is bool:
         argument["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
     elif option.is_list and not option.is_single:
-        argument.update(nargs="+", type=option.kind, metavar=metavar)
-        if option.kind is str and not option.positional:
+        argument.update(nargs=len(metavar) if isinstance(metavar, tuple) else "+", type=option.kind, metavar=metavar)
+        if option.choices is not None:
+            argument["choices"] = option.choices
+        if option.kind is str and not option.positional and argument["nargs"] == "+":
             argument["action"] = "extend"
     else:
         argument.update(type=option.kind, choices=option.choices)
@@ -126,7 +144,7 @@ def _add(group: Any, option: Option, help_text: str | None = None) -> None:
         group.add_argument(option.name, **argument, **({} if required else {"default": None}))
         return
     action = group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, required=required, **argument)
-    if option.subject and not option.common:
+    if option.common is False or (option.subject and not option.common):
         mark_rare(action)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.terminal import echo, plural
@@ -16,9 +20,41 @@ from coder_plugin.terminal import echo, plural
 BUILD_TIMEOUT = timedelta(days=7)
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.encoding import add_encoding, add_reading
+@dataclass(frozen=True, kw_only=True)
+class Command(EncodingFlags):
+    """The flags of ``coder-plugin index``."""
 
+    output: str = option(MISSING, "the folder to write", metavar="INDEX")
+    embeddings: str | None = option(
+        None, "instead of RUN and --data: what coder-plugin embed wrote; nothing is encoded", metavar="DIR"
+    )
+    factory: str = option("Flat", "FAISS index factory string: Flat (exact), HNSW32, IVF1024,Flat, PQ64 …")
+    rerank_items: bool = option(True, "keep what re-ranking needs, with --reranker or a model that has a fusion head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddCommand:
+    """The flags of ``coder-plugin index add``."""
+
+    index: str = option(MISSING, "a folder written by coder-plugin index", metavar="INDEX", positional=True)
+    embeddings: str | None = option(
+        None, "a folder written by coder-plugin embed, by the index's model", metavar="EMBEDDINGS", positional=True
+    )
+    data: str | None = option(None, "instead of EMBEDDINGS: the images, which are embedded first", metavar="DATA")
+    split: str = option("val", "split of Karpathy files, precomp folders and scenes")
+    replace: bool = option(False, "remove images of the index that have the same keys")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveCommand:
+    """The flags of ``coder-plugin index remove``."""
+
+    index: str = option(MISSING, "a folder written by coder-plugin index", metavar="INDEX", positional=True)
+    key: list[str] = option([], "keys of images", metavar="KEY")
+    keys_file: str | None = option(None, "a text file with a key in each line", metavar="FILE")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "index",
         help="encode images and captions into an index to search",
@@ -28,45 +64,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "processes: accelerate launch -m coder_plugin.cli index ... To change a finished index: coder-plugin index add INDEX "
         "--data DATA, coder-plugin index remove INDEX --key KEY.",
     )
-    add_encoding(parser, output="INDEX", data_required=False)
-    parser.add_argument(
-        "--embeddings", metavar="DIR", help="instead of RUN and --data: what coder-plugin embed wrote; nothing is encoded"
-    )
-    parser.add_argument(
-        "--factory", default="Flat", help="FAISS index factory string: Flat (exact), HNSW32, IVF1024,Flat, PQ64 … [Flat]"
-    )
-    parser.add_argument(
-        "--rerank-items",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep what re-ranking needs, with --reranker or a model that has a fusion head [True]",
-    )
-    add_reading(parser)
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=OPENING_AND_READING)
     _add_changes(parser)
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
     """``index add`` and ``index remove``: the first argument of ``index`` is else a run's folder, so they are no subparsers."""
-    from coder_plugin.cli.encoding import add_reading
-
     changes = {}
-    for name, change, description in (
-        ("add", run_add, "Add images to an index: a folder of coder-plugin embed, or data that the index's model encodes."),
-        ("remove", run_remove, "Remove images from an index. Their rows are deleted from its Parquet files."),
+    for name, description in (
+        ("add", "Add images to an index: a folder of coder-plugin embed, or data that the index's model encodes."),
+        ("remove", "Remove images from an index. Their rows are deleted from its Parquet files."),
     ):
         changes[name] = type(parser)(prog=f"{parser.prog} {name}", description=description)
-        changes[name].add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
-        changes[name].set_defaults(run=change)
-    changes["add"].add_argument(
-        "embeddings", nargs="?", metavar="EMBEDDINGS", help="a folder written by coder-plugin embed, by the index's model"
-    )
-    changes["add"].add_argument("--data", metavar="DATA", help="instead of EMBEDDINGS: the images, which are embedded first")
-    changes["add"].add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    changes["add"].add_argument("--replace", action="store_true", help="remove images of the index that have the same keys")
-    add_reading(changes["add"])
-    changes["remove"].add_argument("--key", nargs="+", metavar="KEY", help="keys of images")
-    changes["remove"].add_argument("--keys-file", metavar="FILE", help="a text file with a key in each line")
+    add_command(changes["add"], AddCommand, run_add, options=OPENING_AND_READING)
+    add_command(changes["remove"], RemoveCommand, run_remove)
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
@@ -77,11 +88,9 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
-def run_add(arguments: argparse.Namespace) -> int:
+def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
     from coder_plugin.cli.checks import check_data, check_folder
-    from coder_plugin.cli.flags import read_options
 
-    options = read_options(arguments)
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if (arguments.embeddings is None) == (arguments.data is None):
         raise CoderError("say what to add: a folder of coder-plugin embed, or --data")
@@ -91,6 +100,7 @@ def run_add(arguments: argparse.Namespace) -> int:
             raise CoderError("EMBEDDINGS are encoded already: leave out the flags of reading data")
         check_folder(new, "embeddings", command="coder-plugin embed")
     else:
+        assert arguments.data is not None
         kind = "pictures" if Path(arguments.data).is_dir() else options.get("dataset_type", "auto")
         check_data(arguments.data, flag="--data", kind=kind)
         new = {"data": arguments.data, "split": arguments.split, "options": options}
@@ -103,11 +113,11 @@ def run_add(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_remove(arguments: argparse.Namespace) -> int:
+def run_remove(arguments: RemoveCommand) -> int:
     from coder_plugin.cli.checks import check_exists, check_folder
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
-    keys = list(arguments.key or [])
+    keys = list(arguments.key)
     if arguments.keys_file is not None:
         check_exists(arguments.keys_file, flag="--keys-file")
         try:
@@ -126,11 +136,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.encoding import check_encoding
-    from coder_plugin.cli.flags import read_options
-
-    options = read_options(arguments)
+def run(arguments: Command, options: dict[str, Any]) -> int:
     if arguments.embeddings is not None:
         return _run_embeddings(arguments, options)
     if arguments.data is None:
@@ -144,12 +150,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -> int:
+def _run_embeddings(arguments: Command, options: Mapping[str, Any]) -> int:
     """Build an index from an embeddings folder."""
     from coder_plugin.cli.checks import check_folder, check_output
 
     if arguments.run_folder is not None or arguments.data is not None or options or arguments.reranker:
         raise CoderError("--embeddings are encoded already: leave out the model, --data and how they are read")
+    assert arguments.embeddings is not None
     check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
     check_output(arguments.output)
     from coder_plugin import distributed
@@ -164,7 +171,7 @@ def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -
     return 0
 
 
-def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> str:
+def index_command(arguments: Command, options: Mapping[str, Any]) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
     from coder_plugin.pretrained.device import default_device
@@ -173,6 +180,7 @@ def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
     from coder_plugin.search.index import EMBEDDINGS
 
     default_device(timeout=BUILD_TIMEOUT)
+    assert arguments.data is not None
     folder = Path(arguments.output)
     job = EmbedJob(
         model=arguments.run_folder,

@@ -5,81 +5,48 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.cli.encoding import OPENING_AND_READING, ModelFlags
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
-from coder_plugin.search.mining_options import MARGIN_FROM, SAMPLING, MiningOptions, check_output
+from coder_plugin.search.mining_options import MiningOptions, check_output
 from coder_plugin.terminal import echo, plural
 
 #: Images on the page.
 _SHOWN = 50
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.encoding import add_model, add_reading
+@dataclass(frozen=True, kw_only=True)
+class Command(ModelFlags, MiningOptions):
+    """The flags of ``coder-plugin mine``."""
 
+    output: str = option(MISSING, "the table to write, such as negatives.tsv", metavar="TABLE")
+    data: str | None = option(None, "the training set: shards, a .csv, .json, scenes … [the run's]", metavar="DATA")
+    split: str = option("train", "split of Karpathy files, precomp folders and scenes")
+    index: str | None = option(
+        None, "index of that training set by that model; it is made if there is none, and kept [TABLE.index]", metavar="INDEX"
+    )
+    html: str | None = option(None, f"also write a page with {_SHOWN} of the images and their negatives", metavar="FILE")
+    gpu: bool = option(True, "search on a GPU if FAISS has one")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "mine",
         help="find hard negatives for training in an index of the training set",
         description="Write a table of hard negatives: for each image, captions of other images that a model scores highly, a "
         "margin below the image's own. They are found in an index of the training set, which is made if there is none.",
     )
-    add_model(parser)
-    parser.add_argument("--output", required=True, metavar="TABLE", help="the table to write, such as negatives.tsv")
-    parser.add_argument("--data", metavar="DATA", help="the training set: shards, a .csv, .json, scenes … [the run's]")
-    parser.add_argument("--split", default="train", help="split of Karpathy files, precomp folders and scenes [train]")
-    parser.add_argument(
-        "--index", metavar="INDEX",
-        help="index of that training set by that model; it is made if there is none, and kept [TABLE.index]",
-    )
-    parser.add_argument("--html", metavar="FILE", help=f"also write a page with {_SHOWN} of the images and their negatives")
-    parser.add_argument(
-        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
-    )
-    group = parser.add_argument_group("negatives")
-    default = MiningOptions()
-    group.add_argument(
-        "--num-negatives", type=int, default=default.num_negatives, metavar="N",
-        help=f"negatives of an image, at most [{default.num_negatives}]",
-    )
-    group.add_argument(
-        "--range-min", type=int, default=default.range_min, metavar="N",
-        help=f"leave out the first N captions of other images, by score [{default.range_min}]",
-    )
-    group.add_argument(
-        "--range-max", type=int, default=default.range_max, metavar="N",
-        help=f"look at the first N captions of other images, by score [{default.range_max}]",
-    )
-    group.add_argument(
-        "--relative-margin", type=float, metavar="X",
-        help=f"a negative's score is below the positive's by this fraction of it [{default.relative_margin}; none with "
-        "--absolute-margin]; below 0: it may be above",
-    )
-    group.add_argument("--absolute-margin", type=float, metavar="X", help="a negative's score is below the positive's by X")
-    group.add_argument(
-        "--margin-from", choices=MARGIN_FROM, default=default.margin_from,
-        help="which of an image's captions is the positive: that of the highest score or of the lowest [max]",
-    )
-    group.add_argument(
-        "--max-similarity", type=float, default=default.max_similarity, metavar="X",
-        help=f"a negative's cosine with each caption of the image is below X, by text vectors [{default.max_similarity}]",
-    )
-    group.add_argument(
-        "--sampling-strategy", choices=SAMPLING, default=default.sampling_strategy,
-        help="of the captions that pass, take those of the highest scores, or draw [top]",
-    )
-    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help=f"seed of random sampling [{default.seed}]")
-    add_reading(parser)
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=OPENING_AND_READING)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Command, options: dict[str, Any]) -> int:
     from coder_plugin.cli.checks import check_data, check_folder, check_model, check_options
-    from coder_plugin.cli.flags import read_options
 
-    options = read_options(arguments)
     mining = MiningOptions(**{each.name: getattr(arguments, each.name) for each in fields(MiningOptions)})
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
@@ -100,19 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _names_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> bool:
+def _names_model(arguments: Command, options: Mapping[str, Any]) -> bool:
     return arguments.run_folder is not None or "model" in options
 
 
-def _index_folder(arguments: argparse.Namespace) -> Path:
+def _index_folder(arguments: Command) -> Path:
     return Path(arguments.index or f"{arguments.output}.index")
 
 
-def _has_index(arguments: argparse.Namespace) -> bool:
+def _has_index(arguments: Command) -> bool:
     return (_index_folder(arguments) / "index.json").is_file()
 
 
-def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mining: MiningOptions) -> str:
+def mine_command(arguments: Command, options: Mapping[str, Any], mining: MiningOptions) -> str:
     """Write the table, and the page that ``--html`` names; returns a summary."""
     from coder_plugin import distributed
     from coder_plugin.cli.index import BUILD_TIMEOUT
@@ -147,14 +114,14 @@ def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mini
     return format_summary(arguments.output, summary, mining, index.note)
 
 
-def _open_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
+def _open_model(arguments: Command, options: Mapping[str, Any]) -> Any:
     from coder_plugin.pretrained.open import default_export, open_pretrained
 
     export = arguments.export or default_export(arguments.run_folder)
     return open_pretrained(arguments.run_folder, options, export=export, name=arguments.run_folder)
 
 
-def _data_config(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
+def _data_config(arguments: Command, options: Mapping[str, Any]) -> Any:
     """How the training set is read."""
     from coder_plugin.pretrained.open import saved_data_config
 
@@ -165,7 +132,7 @@ def _data_config(arguments: argparse.Namespace, options: Mapping[str, Any]) -> A
     return data
 
 
-def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _make_index(folder: Path, arguments: Command, options: Mapping[str, Any]) -> None:
     from coder_plugin.config import READING
     from coder_plugin.search.build import build_index
     from coder_plugin.search.embed import EmbedJob
@@ -183,7 +150,7 @@ def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[st
     build_index(folder, job)
 
 
-def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _check_same_data(index: Any, arguments: Command, options: Mapping[str, Any]) -> None:
     """Compare an index's images and captions with the data's where that is cheap, else where they are.
 
     Raises:
@@ -191,6 +158,7 @@ def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping
     """
     from coder_plugin.search.embed import absolute_data, content_digest, open_data
 
+    assert arguments.data is not None
     source, _ = open_data(_data_config(arguments, options), arguments.data, arguments.split)
     plan, digest = index.note["plan"], content_digest(source)
     same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute_data(arguments.data)

@@ -87,7 +87,9 @@ class CommandParser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # the parser of the command that was given, for its own errors
 
     def add_help_all(self) -> None:
-        """Add ``--help-all``, which also shows the options that :func:`mark_rare` has marked."""
+        """Add ``--help-all``, which also shows the options that :func:`mark_rare` has marked, if there are any."""
+        if "--help-all" in self._option_string_actions or not any(map(is_rare, self._actions)):
+            return
         self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all options and exit")
 
     def format_help(self) -> str:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import option
 from coder_plugin.terminal import echo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The flags of ``coder-plugin plugins``."""
+
+    group: str | None = option(
+        None, "one group, with the origin of each: losses, heads, readers, recipes …", positional=True, metavar="GROUP"
+    )
+    all: bool = option(False, "a row for each, with its package and where it is loaded from")
+    check: bool = option(False, "import each one and report failures")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -13,13 +27,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="list losses, heads, readers, recipes … and where they come from",
         description="List what can be named: losses, heads, readers, recipes …, of this package and of others.",
     )
-    parser.add_argument("group", nargs="?", help="one group, with the origin of each: losses, heads, readers, recipes …")
-    parser.add_argument("--all", action="store_true", help="a row for each, with its package and where it is loaded from")
-    parser.add_argument("--check", action="store_true", help="import each one and report failures")
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Command) -> int:
     from coder_plugin.cli.recipes import list_recipes
     from coder_plugin.registry import format_names, format_plugins, list_plugins
 

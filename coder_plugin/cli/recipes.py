@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from coder_plugin.cli.flags import add_command
 from coder_plugin.config import option
 from coder_plugin.terminal import echo
 
@@ -18,22 +19,16 @@ class Command:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_command
-
     parser = commands.add_parser(
         "recipes",
         help="list objectives (for --loss) and recipes (for --recipe), or print one",
         description="Without NAME, list the named objectives, which --loss takes, and the recipes, which --recipe takes, by "
         "paper. With NAME, print it as TOML: a file to start your own from, for --recipe FILE.toml.",
     )
-    add_command(parser, Command)
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.flags import read_command
-
-    command = read_command(Command, arguments)
+def run(command: Command) -> int:
     echo(list_recipes(tables=command.all) if command.name is None else print_recipe(command.name))
     return 0
 

@@ -3,24 +3,86 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import MISSING, READING, TrainConfig, option, resolve
 from coder_plugin.terminal import echo
 
-if TYPE_CHECKING:
-    from coder_plugin.config import TrainConfig
+#: The options that say how captions and pictures are read.
+_READING = [name for name in READING if not name.startswith("regions")]
+#: Options of a detector.
+_DETECTOR = (
+    *("model", "weights", "regions", "nms", "min_score", "min_regions", "proposals", "grid", "image_size"),
+    *("image_mean", "image_std"),
+)  # fmt: skip
+_KINDS = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
 
-_DETECTOR = {  # option of a detector: its flag's type and help
-    "model": (str, "the detector's model: a Faster R-CNN of torchvision, or any timm model"),
-    "weights": (str, "a .pth or .safetensors file, or default: the model's weights, downloaded"),
-    "regions": (int, "maximum number of regions per image [36]"),
-    "nms": (float, "overlap above which the lower-scoring of two boxes of a class is dropped [0.3]"),
-    "min_score": (float, "leave out regions with a lower score, but keep the best --min-regions [0]"),
-    "min_regions": (int, "minimum number of regions per image, whatever their score [10]"),
-    "proposals": (int, "c4: proposals per image [300]"),
-    "grid": (int, "timm: cells per side of the grid [the model's feature map]"),
-    "image_size": (int, "timm: side of the square that images are resized to; c4: their short side, in pixels"),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Extract:
+    """The flags of ``coder-plugin regions extract``."""
+
+    images: str = option(
+        MISSING, "a folder of pictures, shards, or a data set with captions", metavar="IMAGES", positional=True
+    )
+    output: str = option(MISSING, "folder to write; an interrupted run continues there", metavar="OUTPUT", positional=True)
+    detector: str = option("torchvision", "torchvision, timm, c4 or a plugin's")
+    model: str | None = option(
+        None, "the detector's model: a Faster R-CNN of torchvision, or any timm model", flag="detector_model"
+    )
+    weights: str | None = option(
+        None, "a .pth or .safetensors file, or default: the model's weights, downloaded", metavar="WEIGHTS"
+    )
+    regions: int | None = option(None, "maximum number of regions per image [36]")
+    nms: float | None = option(None, "overlap above which the lower-scoring of two boxes of a class is dropped [0.3]")
+    min_score: float | None = option(None, "leave out regions with a lower score, but keep the best --min-regions [0]")
+    min_regions: int | None = option(None, "minimum number of regions per image, whatever their score [10]")
+    proposals: int | None = option(None, "c4: proposals per image [300]")
+    grid: int | None = option(None, "timm: cells per side of the grid [the model's feature map]")
+    image_size: int | None = option(
+        None, "timm: side of the square that images are resized to; c4: their short side, in pixels"
+    )
+    image_mean: list[float] | None = option(
+        None, "timm: normalisation, for inputs in [0, 1]", metavar=("R", "G", "B")
+    )
+    image_std: list[float] | None = option(None, "timm: normalisation, for inputs in [0, 1]", metavar=("R", "G", "B"))
+    allow_random: bool = option(False, "allow random weights if none are given")
+    global_features: str | None = option(
+        None, "also extract one feature of the whole image with this timm model", metavar="timm:MODEL"
+    )
+    global_weights: str | None = option(
+        None, "weights of the --global-features model: a file, or default (a download)", metavar="FILE"
+    )
+    split: str = option("train", "split of the data set")
+    to_split: str | None = option(None, "name of the split in OUTPUT [the same as --split]", metavar="SPLIT")
+    workers: int = option(2, "decoding processes per detector process", at_least=0)
+    batch_size: int = option(8, "images per call of the detector", at_least=1)
+    shard_size: int = option(1000, "images per shard; an interrupted run repeats at most one shard", at_least=1)
+    device: str | None = option(None, "cpu, cuda, cuda:1 … [cuda if there is a GPU]")
+    max_bad_samples: float = option(
+        0.01, "stop above this fraction of images that cannot be used, judged once 1,000 are read", at_least=0, below=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """The flags of ``coder-plugin regions convert``."""
+
+    source: str = option(
+        MISSING, "file or folder of region features, or files joined by ::", metavar="SOURCE", positional=True
+    )
+    destination: str = option(MISSING, "what to write; nothing is overwritten", metavar="DESTINATION", positional=True)
+    from_kind: str = option("auto", f"layout of SOURCE: {_KINDS} [from its name]", flag="from", metavar="LAYOUT")
+    to_kind: str = option("auto", "shards, precomp, or a plugin's [by its name]", flag="to", metavar="LAYOUT")
+    split: str = option("train", "split of SOURCE and of the captions")
+    to_split: str | None = option(None, "name of the split in DESTINATION [the same as --split]", metavar="SPLIT")
+    captions_data: str | None = option(None, "captions: a .json, _caps.txt, .csv, shards …", metavar="DATA")
+    captions_per_image: int | None = option(None, "keep the first N captions per image [all]")
+    missing_ok: bool = option(False, "leave out images whose regions are missing or damaged")
+    without_extras: bool = option(False, "leave out additional arrays, such as LXMERT's labels")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -35,56 +97,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_extract(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-
     parser = commands.add_parser(
         "extract",
         help="regions of pictures, by a detector or a grid",
         description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards. An "
         "interrupted run continues where it stopped; the ranks of torchrun or accelerate launch share the work.",
     )
-    add_extract_flags(parser)
-    add_flags(parser, only=[*_reading(), "max_image_pixels"])
-    parser.set_defaults(run=_extract)
+    add_command(parser, Extract, _extract, options=[*_READING, "max_image_pixels"])
 
 
-def add_extract_flags(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; ``--dataset-type`` and other reading flags are the caller's to add."""
-    parser.add_argument("images", metavar="IMAGES", help="a folder of pictures, shards, or a data set with captions")
-    parser.add_argument("output", metavar="OUTPUT", help="folder to write; an interrupted run continues there")
-    parser.add_argument("--detector", default="torchvision", help="torchvision, timm, c4 or a plugin's [torchvision]")
-    for option, (kind, text) in _DETECTOR.items():
-        flag = "--detector-model" if option == "model" else f"--{option.replace('_', '-')}"
-        parser.add_argument(flag, dest=option, type=kind, help=text)
-    for option in ("image_mean", "image_std"):
-        flag = f"--{option.replace('_', '-')}"
-        parser.add_argument(
-            flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: normalisation, for inputs in [0, 1]"
-        )
-    parser.add_argument("--allow-random", action="store_true", help="allow random weights if none are given")
-    parser.add_argument(
-        "--global-features", metavar="timm:MODEL", help="also extract one feature of the whole image with this timm model"
-    )
-    parser.add_argument(
-        "--global-weights", metavar="FILE", help="weights of the --global-features model: a file, or default (a download)"
-    )
-    parser.add_argument("--split", default="train", help="split of the data set [train]")
-    parser.add_argument("--to-split", metavar="SPLIT", help="name of the split in OUTPUT [the same as --split]")
-    parser.add_argument("--workers", type=int, default=2, help="decoding processes per detector process [2]")
-    parser.add_argument("--batch-size", type=int, default=8, help="images per call of the detector [8]")
-    parser.add_argument(
-        "--shard-size", type=int, default=1000, help="images per shard; an interrupted run repeats at most one shard [1000]"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda if there is a GPU]")
-    parser.add_argument(
-        "--max-bad-samples",
-        type=float,
-        default=0.01,
-        help="stop above this fraction of images that cannot be used, judged once 1,000 are read [0.01]",
-    )
-
-
-def _extract(arguments: argparse.Namespace) -> int:
+def _extract(arguments: Extract, options: Mapping[str, Any]) -> int:
     from coder_plugin.cli.checks import check_exists
 
     check_exists(arguments.images, flag="IMAGES")
@@ -92,7 +114,7 @@ def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.data.from_config import reading_options
     from coder_plugin.data.pictures import is_pictures
 
-    config = _reading_config(arguments)
+    config = _reading_config(options)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
     set_max_pixels(config.data.max_image_pixels)
     reading = {} if bare else reading_options(config.data, arguments.images)
@@ -103,7 +125,7 @@ def _extract(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
+def extract_command(arguments: Extract, **reading: Any) -> str:
     """Extract what the arguments ask for; returns the report.
 
     ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``image_root`` …
@@ -111,7 +133,7 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
     from coder_plugin.data.pictures import open_images
     from coder_plugin.detectors.extract import extract_regions
 
-    options = {name: getattr(arguments, name) for name in (*_DETECTOR, "image_mean", "image_std")}
+    options = {name: getattr(arguments, name) for name in _DETECTOR}
     report = extract_regions(
         open_images(arguments.images, split=arguments.split, **reading),
         arguments.output,
@@ -130,33 +152,16 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-
     parser = commands.add_parser(
         "convert",
         help="any file of region features to region shards or precomp files, which are trained on",
         description="Copy region features unchanged, in their order, to region shards or precomp files. --captions-data joins "
         "captions in: then these say which images are written, and under which names.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="file or folder of region features, or files joined by ::")
-    parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
-    kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
-    parser.add_argument(
-        "--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"layout of SOURCE: {kinds} [from its name]"
-    )
-    to_help = "shards, precomp, or a plugin's [by its name]"
-    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help=to_help)
-    parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
-    parser.add_argument("--to-split", metavar="SPLIT", help="name of the split in DESTINATION [the same as --split]")
-    parser.add_argument("--captions-data", metavar="DATA", help="captions: a .json, _caps.txt, .csv, shards …")
-    parser.add_argument("--captions-per-image", type=int, metavar="N", help="keep the first N captions per image [all]")
-    parser.add_argument("--missing-ok", action="store_true", help="leave out images whose regions are missing or damaged")
-    parser.add_argument("--without-extras", action="store_true", help="leave out additional arrays, such as LXMERT's labels")
-    add_flags(parser, only=_reading())
-    parser.set_defaults(run=_convert)
+    add_command(parser, Convert, _convert, options=_READING)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _convert(arguments: Convert, options: Mapping[str, Any]) -> int:
     from coder_plugin.cli.checks import check_exists
 
     check_exists(arguments.source, flag="SOURCE")
@@ -165,7 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     captions = None
     if arguments.captions_data is not None:
-        captions = make_captions(_reading_config(arguments).data, arguments.captions_data, split=arguments.split)
+        captions = make_captions(_reading_config(options).data, arguments.captions_data, split=arguments.split)
     report = convert(
         arguments.source,
         arguments.destination,
@@ -182,15 +187,6 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reading() -> list[str]:
-    """The flags that say how captions and pictures are read."""
-    from coder_plugin.config import READING
-
-    return [name for name in READING if not name.startswith("regions")]
-
-
-def _reading_config(arguments: argparse.Namespace) -> TrainConfig:
-    from coder_plugin.cli.flags import read_options
-    from coder_plugin.config import resolve
-
-    return resolve([("flag", read_options(arguments))])
+def _reading_config(options: Mapping[str, Any]) -> TrainConfig:
+    own = {name: value for name, value in options.items() if name in (*_READING, "max_image_pixels")}
+    return resolve([("flag", own)])

@@ -6,9 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.cli.encoding import SearchFlags
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, printable
 
@@ -16,62 +20,47 @@ from coder_plugin.terminal import echo, printable
 _LONGEST = 500
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_reranker
+@dataclass(frozen=True, kw_only=True)
+class Command(SearchFlags):
+    """The flags of ``coder-plugin search``."""
 
+    text: list[str] = option([], "texts; - reads one from each line of standard input", metavar="TEXT")
+    image: list[str] = option([], "pictures; for a region model, .npz files", metavar="FILE")
+    key: list[str] = option([], "images of the index, by their keys", metavar="KEY")
+    k: int = option(10, "results", at_least=1)
+    among: str | None = option(
+        None, "what to search for [images for a text, captions for an image]", choices=("images", "captions")
+    )
+    where: str | None = option(
+        None, "only images for which this is true: SQL over key, path and the index's columns, such as \"source = 'coco'\"",
+        metavar="EXPRESSION"
+    )
+    json: bool = option(False, "print JSON instead of a table")
+    html: str | None = option(None, "also write a page with pictures", metavar="FILE")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "search",
         help="find images or captions in an index",
         description="Search an index by texts, by pictures or by its own images. Prints a table or JSON, or writes a page.",
     )
-    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
-    parser.add_argument("--text", nargs="+", metavar="TEXT", help="texts; - reads one from each line of standard input")
-    parser.add_argument("--image", nargs="+", metavar="FILE", help="pictures; for a region model, .npz files")
-    parser.add_argument("--key", nargs="+", metavar="KEY", help="images of the index, by their keys")
-    parser.add_argument("-k", type=int, default=10, help="results [10]")
-    parser.add_argument(
-        "--among", choices=("images", "captions"), help="what to search for [images for a text, captions for an image]"
-    )
-    parser.add_argument(
-        "--rerank", metavar="K",
-        help="candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]"
-    )
-    add_reranker(parser)
-    parser.add_argument(
-        "--where", metavar="EXPRESSION",
-        help="only images for which this is true: SQL over key, path and the index's columns, such as \"source = 'coco'\""
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
-    parser.add_argument(
-        "--model", dest="model_folder", metavar="RUN", help="the index's model, if it has moved: a run or an export"
-    )
-    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
-    parser.add_argument(
-        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
-    )
-    parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
-    )
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_folder, check_reranker
+def run(arguments: Command) -> int:
+    from coder_plugin.cli.checks import check_exists, check_folder
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if not (arguments.text or arguments.image or arguments.key):
         raise CoderError("nothing to search for: give --text, --image or --key")
-    for path in arguments.image or ():
+    for path in arguments.image:
         check_exists(path, flag="--image")
-    check_reranker(arguments.reranker)
-    if arguments.k < 1:
-        raise CoderError(f"k must be at least 1, got {arguments.k}")
     echo(search_command(arguments))
     return 0
 
 
-def search_command(arguments: argparse.Namespace) -> str:
+def search_command(arguments: Command) -> str:
     """Search an index; returns what to print, and writes the page that ``--html`` names."""
     from coder_plugin.search.searcher import open_searcher
 
@@ -112,21 +101,21 @@ def search_command(arguments: argparse.Namespace) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
+def _queries(arguments: Command, searcher: Any) -> list[tuple[str, Any, Any]]:
     """The name, the picture (None for a text) and the query of each query."""
     from coder_plugin.search.parquet import storable
     from coder_plugin.search.searcher import load_image
 
-    texts = [storable(text) for value in arguments.text or [] for text in (_read_lines() if value == "-" else [value])]
+    texts = [storable(text) for value in arguments.text for text in (_read_lines() if value == "-" else [value])]
     queries: list[tuple[str, Any, Any]] = []
     if blank := [text for text in texts if not text.strip()]:
         raise CoderError(f"--text {blank[0]!r}: there is nothing to search for")
     if texts:
         queries += [(text, None, query) for text, query in zip(texts, searcher.text(texts), strict=True)]
-    for path in arguments.image or []:
+    for path in arguments.image:
         picture = load_image(path)
         queries += [(storable(path), picture, query) for query in searcher.image([picture])]
-    queries += [(storable(key), searcher.index.thumbnail(key), searcher.key(key)) for key in arguments.key or []]
+    queries += [(storable(key), searcher.index.thumbnail(key), searcher.key(key)) for key in arguments.key]
     if not queries:
         raise CoderError("nothing to search for: give --text, --image or --key")
     return queries

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from coder_plugin.cli.parsing import mark_rare
+from coder_plugin.cli.encoding import SearchFlags
+from coder_plugin.cli.flags import add_command
+from coder_plugin.config import option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
@@ -16,55 +19,33 @@ log = logging.getLogger(__name__)
 _IDLE = 256
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_reranker
+@dataclass(frozen=True, kw_only=True)
+class Command(SearchFlags):
+    """The flags of ``coder-plugin serve``."""
 
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine")
+    port: int = option(8000, "port to listen at; 0: any free one")
+    data: list[str] | None = option(
+        None, "folders in which the pictures' own files may be opened [where the index says its data were]", metavar="FOLDER"
+    )
+    allow_host: list[str] = option([], "further names that this server is reached by, such as that of a reverse proxy")
+    max_requests: int = option(128, "requests answered at once", at_least=1, common=False)
+    max_upload_mb: int = option(20, "largest picture that is a query", metavar="MB", at_least=1, common=False)
+    max_image_pixels: int = option(50_000_000, "most pixels of such a picture", at_least=1, common=False)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
         help="search an index in a browser, and by a JSON API",
         description="Serve one page and a JSON API to search an index by text, by picture or by its own images. "
         "Only this machine reaches it, unless --host says otherwise.",
     )
-    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine [127.0.0.1]")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free one [8000]")
-    parser.add_argument(
-        "--data", nargs="+", metavar="FOLDER",
-        help="folders in which the pictures' own files may be opened [where the index says its data were]"
-    )
-    parser.add_argument(
-        "--allow-host", nargs="+", default=[], metavar="NAME",
-        help="further names that this server is reached by, such as that of a reverse proxy"
-    )
-    parser.add_argument(
-        "--model", dest="model_folder", metavar="RUN", help="the index's model, if it has moved: a run or an export"
-    )
-    parser.add_argument(
-        "--rerank", metavar="K",
-        help="candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]"
-    )
-    add_reranker(parser)
-    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
-    parser.add_argument(
-        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
-    )
-    parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
-    )
-    for action in (
-        parser.add_argument("--max-requests", type=int, default=128, metavar="N", help="requests answered at once [128]"),
-        parser.add_argument("--max-upload-mb", type=int, default=20, metavar="MB", help="largest picture that is a query [20]"),
-        parser.add_argument(
-            "--max-image-pixels", type=int, default=50_000_000, metavar="N", help="most pixels of such a picture [50000000]"
-        ),
-    ):
-        mark_rare(action)
-    parser.add_help_all()
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_folder, check_reranker
+def run(arguments: Command) -> int:
+    from coder_plugin.cli.checks import check_exists, check_folder
     from coder_plugin.serve.guard import name_of
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
@@ -74,13 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise CoderError(f"--data {folder} is a file: give the folder that it is in")
     if not 0 <= arguments.port < 1 << 16:
         raise CoderError(f"--port must be 0 to 65535, got {arguments.port}")
-    for name in ("max_requests", "max_upload_mb", "max_image_pixels"):
-        if getattr(arguments, name) < 1:
-            raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     for name in arguments.allow_host:
         if not name_of(name):
             raise CoderError(f"--allow-host {name}: give a name without https:// and path, such as search.example.org")
-    check_reranker(arguments.reranker)
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:
         raise CoderError(f'serve needs {", ".join(missing)}: pip install "coder-plugin[serve]"')
@@ -88,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def serve_command(arguments: argparse.Namespace) -> None:
+def serve_command(arguments: Command) -> None:
     """Open the index and answer requests until the process is stopped."""
     from coder_plugin.serve import server
 

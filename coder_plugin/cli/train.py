@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coder_plugin.config import option
+from coder_plugin.config import TrainConfig, option
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
@@ -53,7 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
     check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
-    from coder_plugin.report.callback import WriteReport  # from here on torch is imported, which takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import (
+        get_error_handler,  # torch is imported: it takes seconds
+    )
+
+    try:
+        return train(config, as_json=as_json)
+    except Exception as error:
+        get_error_handler().record_exception(error)  # torchrun's summary then names the rank that failed first
+        raise
+
+
+def train(config: TrainConfig, *, as_json: bool) -> int:
+    """Train, or with ``--dry-run`` print the plan; returns the exit status."""
+    from coder_plugin.report.callback import WriteReport
     from coder_plugin.training.loop import Trainer
 
     trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])

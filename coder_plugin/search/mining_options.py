@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from coder_plugin.config import option, options_of
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import plural
 
 #: The columns of a table of negatives.
 COLUMNS = ("key", "caption", "score", "negative", "negative_key", "negative_score", "rank", "similarity")
-MARGIN_FROM = ("max", "min")
-SAMPLING = ("top", "random")
+#: Their title among the flags of a command.
+_NEGATIVES = "negatives"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +42,33 @@ class MiningOptions:
         (True, 0.05)
     """
 
-    num_negatives: int = 5
-    range_min: int = 0
-    range_max: int = 1000
-    absolute_margin: float | None = None
-    relative_margin: float | None = None
-    margin_from: str = "max"
-    max_similarity: float = 0.9
-    sampling_strategy: str = "top"
-    seed: int = 0
+    num_negatives: int = option(5, "negatives of an image, at most", at_least=1, group=_NEGATIVES)
+    range_min: int = option(
+        0, "leave out the first N captions of other images, by score", at_least=0, group=_NEGATIVES
+    )
+    range_max: int = option(1000, "look at the first N captions of other images, by score", group=_NEGATIVES)
+    relative_margin: float | None = option(
+        None, "a negative's score is below the positive's by this fraction of it [0.05; none with --absolute-margin]; below "
+        "0: it may be above", group=_NEGATIVES
+    )
+    absolute_margin: float | None = option(None, "a negative's score is below the positive's by X", group=_NEGATIVES)
+    margin_from: str = option(
+        "max", "which of an image's captions is the positive: that of the highest score or of the lowest",
+        choices=("max", "min"), group=_NEGATIVES
+    )
+    max_similarity: float = option(
+        0.9, "a negative's cosine with each caption of the image is below X, by text vectors", group=_NEGATIVES
+    )
+    sampling_strategy: str = option(
+        "top", "of the captions that pass, take those of the highest scores, or draw", choices=("top", "random"),
+        group=_NEGATIVES
+    )
+    seed: int = option(0, "seed of random sampling [0]", at_least=0, group=_NEGATIVES)
 
     def __post_init__(self) -> None:
-        for name, least in (("num_negatives", 1), ("range_min", 0), ("seed", 0)):
-            if (value := getattr(self, name)) < least:
-                raise CoderError(f"{_flag(name)} must be at least {least}, got {value}")
+        for name, each in options_of(MiningOptions).items():
+            if (value := getattr(self, name)) is not None:
+                each.check(value, "argument")
         if self.range_max - self.range_min < self.num_negatives:
             raise CoderError(
                 f"--range-max {self.range_max} leaves {plural(max(0, self.range_max - self.range_min), 'candidate')} after "
@@ -64,12 +78,9 @@ class MiningOptions:
             object.__setattr__(self, "relative_margin", 0.05)
         for name in ("absolute_margin", "relative_margin"):
             if (value := getattr(self, name)) is not None and not math.isfinite(value):
-                raise CoderError(f"{_flag(name)} must be a finite number, got {value}")
+                raise CoderError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
         if not -1 < self.max_similarity <= 1:
             raise CoderError(f"--max-similarity is a cosine, above -1 and at most 1, got {self.max_similarity:g}")
-        for name, allowed in (("margin_from", MARGIN_FROM), ("sampling_strategy", SAMPLING)):
-            if (value := getattr(self, name)) not in allowed:
-                raise CoderError(f"{_flag(name)} must be {' or '.join(allowed)}, got {value!r}")
 
 
 def check_output(path: str | Path) -> None:
@@ -89,7 +100,3 @@ def check_output(path: str | Path) -> None:
             first = ""
         if first.rstrip("\n") != "\t".join(COLUMNS):
             raise CoderError(f"--output {path} exists and is no table of negatives: choose another name, or remove it")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coder_plugin import distributed
+from coder_plugin.distributed import on_every_rank, on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.files import (
     move_into,
@@ -38,7 +39,6 @@ from coder_plugin.files import (
     sha256_json,
     temporary_path,
 )
-from coder_plugin.training.failures import on_every_rank, on_first_rank
 
 State = dict[str, Any]
 FORMAT = 2

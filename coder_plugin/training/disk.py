@@ -12,10 +12,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from coder_plugin import distributed
+from coder_plugin.distributed import on_every_rank, on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.files import locked, recover, refuse_links
 from coder_plugin.training import checkpoint
-from coder_plugin.training.failures import on_every_rank, on_first_rank
 
 #: Seconds that another machine has to see a file that rank 0 has written: network file systems cache what is absent.
 SEEN_WITHIN = 60.0

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.files import move_into
 from coder_plugin.pretrained.export import export_model, exported_step, inference_options
 from coder_plugin.training import checkpoint, finite
-from coder_plugin.training.failures import on_first_rank
 
 if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer

@@ -26,9 +26,11 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.bad_samples import total
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
 from coder_plugin.data.pixels import to_device
+from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
@@ -47,9 +49,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.disk import check_shared, run_folder, run_lock, writing
-from coder_plugin.training.failures import names_lost_ranks, on_first_rank
 from coder_plugin.training.log import RunLog, versions
-from coder_plugin.training.memory_advice import with_memory_advice
 from coder_plugin.training.optim import create_optimizer, create_schedule, total_steps, warmup_steps, with_epochs
 from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
@@ -106,8 +106,6 @@ class Trainer:
         2
     """
 
-    @names_lost_ranks
-    @with_memory_advice
     def __init__(
         self,
         *,
@@ -124,6 +122,7 @@ class Trainer:
             if not isinstance(callback, Callback):
                 raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
+        set_max_pixels(data.max_image_pixels)  # also of pictures in data that are passed
         self.accelerator = make_accelerator(config)
         objective = prepare.make_objective(config, loss, model)  # it asks for the number of processes
         prepare.check_objects(config, objective, model=model, loss=loss)
@@ -253,8 +252,6 @@ class Trainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    @names_lost_ranks
-    @with_memory_advice
     def run(self) -> dict[str, Any]:
         """Train to the last epoch or step. Returns ``{"before": recall, "last": recall, "best": recall, "folder": path}``.
 

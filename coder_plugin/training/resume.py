@@ -20,11 +20,11 @@ from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig, flatten, get_option
 from coder_plugin.data.item import stable_hash
+from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.files import move_into
 from coder_plugin.objective import Objective
 from coder_plugin.training import checkpoint, exports, finite
-from coder_plugin.training.failures import on_first_rank
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
 

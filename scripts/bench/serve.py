@@ -106,7 +106,7 @@ def measure(index: Path, folder: Path, options: argparse.Namespace, results: Res
 @contextlib.contextmanager
 def server(index: Path, log: Path) -> Iterator[tuple[str, int]]:
     """A server in a process of its own: its address, and the process's number."""
-    command = [sys.executable, "-m", "coder_plugin.cli", "serve", str(index), "--port", "0", "--no-verify"]
+    command = [sys.executable, "-m", "coder_plugin.cli", "serve", str(index), "--port", "0"]
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

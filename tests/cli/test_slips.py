@@ -59,6 +59,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --loss 'dcl(mu='", ["column 8", "a value is missing after '='"]),
     ("train --loss 'dcl(mu=0.1'", ["column 11", "',' or ')' is missing after '0.1'"]),
     ("train --loss 'dcl clip'", ["column 5", "expected '+', found 'clip'"]),
+    (f"train --loss '{'+'.join(['clip'] * 3000)}'", ["column 500", "an expression may have at most 100 items"]),
+    (f"train --loss '{'(' * 3000}clip{')' * 3000}'", ["column 1", "expected a loss or an objective, found '('"]),
+    ("train --config long.json", ["column 500", "an expression may have at most 100 items"]),
     ("train --set dcl.mu", ["--set dcl.mu", "write OWNER.OPTION=VALUE, such as dcl.mu=0.07"]),
     ("train --recipe codr-f30k", ["unknown recipe 'codr-f30k'", "did you mean 'coder-f30k'?"]),
     ("train --recipe coder", ["'coder' is an objective, not a recipe", "use --loss coder"]),
@@ -162,10 +165,12 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("mine pictures --output n.tsv --sampling-strategy first", ["'first' is not allowed", "top, random"]),
     ("report nope", ["nope: no such folder", "a run, which coder-plugin train makes"]),
     ("share nope --to x", ["nope: no such folder"]),
-    ("share pictures", ["one of the arguments --to --repo is required"]),
+    ("share pictures --to x --repo a/b", ["say where to, once"]),
+    ("regions extract pictures out --batch-size 0", ["--batch-size must be at least 1, got 0"]),
+    ("share pictures", ["say where to, once: --to FOLDER or --repo OWNER/NAME"]),
     ("concepts --output a.safetensors", ["required: --vectors"]),
     ("concepts --output a.safetensors --vectors glove.txt", ["--vectors glove.txt: no such file"]),
-    ("concepts --output a.safetensors --vectors none --max-captions 0", ["--max-captions is 0; it must be 1 or more"]),
+    ("concepts --output a.safetensors --vectors none --max-captions 0", ["--max-captions must be at least 1, got 0"]),
     ("regions", ["required: extract|convert"]),
     ("regions extrat pictures out", ["unknown command 'extrat'", "did you mean 'extract'?"]),
     ("regions extract nope out", ["IMAGES nope: no such file or folder"]),
@@ -241,6 +246,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "notes.md").write_text("notes")
     (folder / "broken.json").write_text("{")
     (folder / "unknown.json").write_text(json.dumps({"batchsize": 3}))
+    (folder / "long.json").write_text(json.dumps({"loss": "+".join(["clip"] * 3000)}))
     (folder / "wrong.json").write_text(json.dumps({"epochs": "ten"}))
     return folder
 

@@ -118,7 +118,7 @@ def test_the_scenes_without_any_option(files, monkeypatch, capsys):
         (["--train-data", "data.csv", "--size", "0"], ["size is 0"]),
         (["--train-data", "data.csv", "--ratio", "0", "0", "0"], ["ratio is"]),
         (["--train-data", "data.csv", "--ratio", "0", "1", "0"], ["no motion word in 4 captions"]),
-        (["--train-data", "data.csv", "--max-captions", "0"], ["--max-captions is 0"]),
+        (["--train-data", "data.csv", "--max-captions", "0"], ["--max-captions must be at least 1, got 0"]),
         (["--train-data", "data.csv", "--stop-words", "absent.txt"], ["absent.txt", "default, none"]),
         (["--train-data", "data.csv", "--vectors", "absent.txt"], ["absent.txt"]),
         (["--train-data", "data.csv", "--output", "c.json"], ["c.json", ".safetensors"]),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coder_plugin.cli.regions import add_extract_flags, extract_command
+from coder_plugin.cli.flags import add_command, read_command
+from coder_plugin.cli.regions import Extract, extract_command
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.errors import CoderError
 
@@ -18,8 +19,8 @@ TIMM = ["--detector", "timm", "--detector-model", "test_resnet.r160_in1k", "--al
 
 def run(*words: str, **reading) -> str:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_extract_flags(parser)
-    return extract_command(parser.parse_args([*words, "--workers", "0"]), **reading)
+    add_command(parser, Extract)
+    return extract_command(read_command(Extract, parser.parse_args([*words, "--workers", "0"])), **reading)
 
 
 def fault(*words: str) -> str:
@@ -76,7 +77,7 @@ def test_a_whole_image_feature(folder):
         (["--detector", "c4"], "--allow-random"),
         ([*TIMM, "--global-features", "resnet50"], "timm:MODEL"),
         ([*TIMM, "--global-weights", "f"], "without --global-features"),
-        ([*TIMM, "--shard-size", "0"], "--shard-size is 0"),
+        ([*TIMM, "--shard-size", "0"], "--shard-size must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused(folder, words, told):

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import coder_plugin
 from coder_plugin import cli
 from coder_plugin.backbones.clip import HEAD_OPTIONS
-from coder_plugin.cli.eval import evaluate_command
-from coder_plugin.cli.flags import read_options
+from coder_plugin.cli.eval import Command, evaluate_command
+from coder_plugin.cli.flags import read_command, read_options
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import saving
@@ -144,7 +144,7 @@ def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
 
 def evaluate(argv: list[str]) -> dict[str, Any]:
     arguments = cli.build_parser().parse_args(argv)
-    return evaluate_command(arguments, read_options(arguments))
+    return evaluate_command(read_command(Command, arguments), read_options(arguments))
 
 
 def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:

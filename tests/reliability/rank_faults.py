@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from coder_plugin import Callback, CoderError, Trainer, distributed
 from coder_plugin.training import checkpoint
 
@@ -60,7 +62,7 @@ def train(folder: Path, kind: str, model: str, *, stall: float = 600, **more: ob
 if __name__ == "__main__":
     kind, folder, model = sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["coder-tiny"])[0]
     try:
-        train(folder, kind, model, save_every_steps=2, workers=1, rank_timeout=30.0 if kind == "stalls" else 3600.0)
+        record(train)(folder, kind, model, save_every_steps=2, workers=1, rank_timeout=30.0 if kind == "stalls" else 3600.0)
     except CoderError as error:
         print(f"coder-plugin: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -316,3 +316,18 @@ def test_an_index_without_captions_is_refused(index: Index) -> None:
 def test_the_examples_run(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert tried and not failed
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_negatives": 0}, "--num-negatives must be at least 1, got 0"),
+        ({"seed": -1}, "--seed must be at least 0, got -1"),
+        ({"margin_from": "mean"}, "--margin-from is 'mean'; allowed: max, min"),
+        ({"relative_margin": "a"}, "--relative-margin is 'a'; it must be a number"),
+    ],
+)
+def test_values_that_are_not_allowed(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CoderError, match=re.escape(said)):
+        MiningOptions(**options)
+    assert MiningOptions(relative_margin=np.float64(0.1)).relative_margin == 0.1

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from coder_plugin import Callback, Trainer, create_loss, create_model, follow, register, registry
 from coder_plugin.cli import main
+from coder_plugin.data import open_source
+from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.item import Item
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
@@ -502,3 +504,19 @@ def test_a_run_on_data_does_not_go_on_with_the_scenes_because_a_flag_was_left_ou
     with pytest.raises(CoderError, match=r"was trained on .*, and without --train-data .* repeat all flags .*run/config.json"):
         Trainer.from_config({**again, "model": tiny_model, "loss": "dcl"}).run()
     Trainer(model=tiny_model, loss="dcl", train=items, config=again).run()
+
+
+def test_the_most_pixels_of_a_picture_hold_for_data_that_are_passed(options, tiny_model, tmp_path) -> None:
+    rows = []
+    for number in range(32):
+        Image.new("RGB", (8, 8) if number % 4 else (40, 40)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png\tpicture {number}")
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath\ttitle", *rows]))
+    source = open_source(str(tmp_path / "pairs.csv"))
+    more = {"max_image_pixels": 100, "max_bad_samples": 0.9, "train_num_samples": None, "epochs": 1, "model": tiny_model}
+    try:
+        trainer = Trainer(model=tiny_model, loss="dcl", train=source, config=options("pixels", **more))
+        trainer.run()
+        assert trainer.loader.bad.kinds == {"picture": 8}
+    finally:
+        set_max_pixels(None)

@@ -962,7 +962,7 @@ def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make)
     assert "broken.json cannot be read as JSON: Expecting property name" in refused(str(tmp_path / "broken.json"))
     for text in ('{"embed_dim": 3}', "[]"):
         (tmp_path / "ViT-B-32.json").write_text(text)  # not what open_clip has under this name
-        assert "is not an open_clip model configuration: it needs" in refused(str(tmp_path / "ViT-B-32.json"))
+        assert "is not an open_clip model configuration: it lacks" in refused(str(tmp_path / "ViT-B-32.json"))
     config = json.loads((configs / "test-vit.json").read_text())
     config["vision_cfg"]["no_such_field"] = 1
     (tmp_path / "field.json").write_text(json.dumps(config))

@@ -21,8 +21,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coder_plugin.backbones.released_checkpoints import check_tensors, read_checkpoint
 from coder_plugin.errors import CoderError
+from scripts.convert_released import check_tensors, read_checkpoint
 
 FORMATS = ["zip", "old"]
 

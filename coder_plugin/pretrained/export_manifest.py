@@ -20,6 +20,8 @@ from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write, read_json, sha256_file, sha256_json
 
 MANIFEST = "coder_export.json"
+#: The model card of a shared export, which its owner may edit: it is not listed.
+CARD = "README.md"
 #: Key of the id in the towers' file.
 MARK = "coder_export"
 FORMAT = 1
@@ -47,7 +49,7 @@ def seal(folder: Path, *, id: str, heads: bool, step: int | None = None) -> None
     """Write the manifest of a folder whose other files are complete.
 
     Args:
-        folder: of an export; every file in it is listed.
+        folder: of an export; every file in it but the card is listed.
         id: from :func:`weights_id`.
         heads: whether scoring heads belong to the towers.
         step: of the run that is exported.
@@ -56,7 +58,7 @@ def seal(folder: Path, *, id: str, heads: bool, step: int | None = None) -> None
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
         for name in names
-        if name != MANIFEST
+        if name not in (MANIFEST, CARD)
     }
     manifest = {"format": FORMAT, "id": id, "heads": heads, "step": step, "files": files}
     with atomic_write(folder / MANIFEST, "w") as file:
@@ -104,6 +106,20 @@ def is_inside(name: str) -> bool:
     return path.as_posix() == name != "." and not outside
 
 
+def check_files(folder: Path, listed: Mapping[str, Any]) -> None:
+    """Check the files that a manifest lists.
+
+    Raises:
+        CoderError: names a file that is missing or changed.
+    """
+    for name, entry in listed.items():
+        file = folder / name
+        if not file.is_file():
+            raise CoderError(f"{folder} is incomplete: {name} is missing; copy or download the whole export again")
+        if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
+            raise CoderError(f"{file} is damaged, or of another export: copy or download the whole export again")
+
+
 def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) -> None:
     """Check an export before it is opened: all files are there, unchanged, and belong together.
 
@@ -124,13 +140,7 @@ def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) ->
     listed = manifest["files"]
     if manifest["heads"] and heads not in listed:
         raise CoderError(f"{folder / MANIFEST} is not the manifest of an export: it lists no {heads}")
-    for name, entry in listed.items():
-        file = folder / name
-        if not file.is_file():
-            what = "the scoring heads, without which it is another model" if name == heads else "a file"
-            raise CoderError(f"{folder} is incomplete: it lacks {name} ({what}); copy or download the whole export again")
-        if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
-            raise CoderError(f"{file} is damaged, or of another export: copy or download the whole export again")
+    check_files(folder, listed)
     for name in (weights.name, heads, *others):
         if (folder / name).is_file() and name not in listed:
             raise CoderError(f"{folder / name} does not belong to this export ({MANIFEST}): remove it, or export again")

@@ -227,6 +227,7 @@ WAYS: Sequence[Command] = [
     _create_model,
 ]
 OPEN: Command = ["eval", "export"]
+SHARE: Command = ["share", "export", "--to", "shared"]
 
 
 def _trusting(export: Path, canary: Path) -> None:
@@ -317,9 +318,8 @@ def _manifest(change: Callable[[dict[str, Any]], object]) -> Write:
     return export_with(write, sealed=False)
 
 
-def _record(files: dict[str, Any], **fields: Any) -> Write:
-    record = {"format": 1, "files": files, "options": {}, "terms": {}, "run": {}, "results": {}, "stated": {}, **fields}
-    return export_with(lambda export, canary: (export / "coder_run.json").write_text(json.dumps(record)))
+def _record(content: str) -> Write:
+    return export_with(lambda export, canary: (export / "coder_run.json").write_text(content))
 
 
 #: A text encoder that transformers would make of a model on the hub.
@@ -471,12 +471,9 @@ EXPORTS = [
         export_with(lambda export, canary: (export / "coder_export.json").write_text(DEEP), sealed=False),
         "coder_export.json",
     ),
-    config_case("record-lists-outside", _record({"../../outside/precious.txt": ENTRY}), "not a file in its folder"),
-    config_case("record-files-is-a-list", _record([]), "files is not an object"),  # type: ignore[arg-type]
-    config_case("record-options", _record({}, options={"max_regions": True}), "max_regions"),
-    config_case(
-        "record-is-deep", export_with(lambda export, canary: (export / "coder_run.json").write_text(DEEP)), "coder_run.json"
-    ),
+    config_case("record-options", _record('{"options": [1]}'), "options is not an object", ways=[SHARE]),
+    config_case("record-terms", _record('{"terms": {"terms": 5}}'), "lacks what a model card needs", ways=[SHARE]),
+    config_case("record-is-deep", _record(DEEP), "coder_run.json", ways=[SHARE]),
 ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def read_checkpoint(path: str | Path) -> Any:
             warnings.simplefilter("ignore")  # about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
     except Exception as error:  # malformed bytes make torch, pickle and zipfile raise almost anything
-        if unsafe := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+        if unsafe := re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error)):
             raise CoderError(
                 f"{path} cannot be read as a PyTorch checkpoint: it contains {unsafe[1]}, and loading that could run code. If "
                 "you trust the file, save its weights alone: "

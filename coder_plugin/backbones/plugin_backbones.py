@@ -77,7 +77,7 @@ def create_backbone(
     return model if device is None else model.to(device)
 
 
-def read_weights(path: str) -> dict[str, Tensor]:
+def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a ``.safetensors`` file.
 
     Raises:
@@ -91,7 +91,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        advice = "; a released .pth is converted by scripts/convert_released.py" if path.endswith(".pth") else ""
+        advice = "; a released .pth is converted by scripts/convert_released.py" if str(path).endswith(".pth") else ""
         raise CoderError(f"weights {path} cannot be read: {error}{advice}") from error
 
 

@@ -464,7 +464,7 @@ EXPORTS = [
     config_case("manifest-lists-absolute", _manifest(lambda m: m["files"].update({"/etc/passwd": ENTRY})), "/etc/passwd"),
     config_case("manifest-lists-nothing", _manifest(lambda m: m.update(files={})), "coder"),
     config_case("manifest-without-heads", _manifest(lambda m: m["files"].pop("coder.safetensors")), "coder.safetensors"),
-    config_case("manifest-of-types", _manifest(lambda m: m.update(step="1", heads="yes")), "coder_export.json"),
+    config_case("manifest-of-types", _manifest(lambda m: m.update(step="1")), "coder_export.json"),
     config_case("manifest-newer", _manifest(lambda m: m.update(format=99)), "newer"),
     config_case(
         "manifest-is-deep",
@@ -472,7 +472,7 @@ EXPORTS = [
         "coder_export.json",
     ),
     config_case("record-options", _record('{"options": [1]}'), "options is not an object", ways=[SHARE]),
-    config_case("record-terms", _record('{"terms": {"terms": 5}}'), "lacks what a model card needs", ways=[SHARE]),
+    config_case("record-run", _record('{"run": {"training data": 5}}'), "lacks what a model card needs", ways=[SHARE]),
     config_case("record-is-deep", _record(DEEP), "coder_run.json", ways=[SHARE]),
 ]  # fmt: skip
 

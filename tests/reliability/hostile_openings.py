@@ -396,6 +396,7 @@ EXPORTS = [
     config_case("config-without-model", config_with(lambda c: c.pop("model_cfg")), "configuration is an object"),
     config_case("config-is-a-list", text_of("open_clip_config.json", "[]"), "not an object"),
     config_case("config-is-deep", text_of("open_clip_config.json", DEEP), "nested too deeply", ways=WAYS),
+    config_case("config-nested", text_of("tokenizer_config.json", '{"a":' * 300 + "1" + "}" * 300, "bert"), "levels deep"),
     config_case("config-heads-of-zero", tower("text_cfg", heads=0), "cannot be created"),
     config_case("config-patch-of-zero", tower("vision_cfg", patch_size=0), "cannot be created"),
     # sizes

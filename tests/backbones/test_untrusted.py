@@ -51,6 +51,7 @@ def test_values_that_are_fine() -> None:
         ({"tokenizer_kwargs": {"vocab_file": "/etc/passwd"}}, "tokenizer_kwargs.vocab_file is not an option that is passed on"),
         ({"timm_model_name": "hf-hub:somebody/evil"}, "not a model of the installed timm"),
         ({"timm_model_name": "resnet18.hf-hub:somebody/evil"}, "not a model of the installed timm"),
+        ({"timm_model_name": "no_such_model"}, "not a model of the installed timm"),
         ({"timm_model_name": ["resnet18"]}, "not a model of the installed timm"),
     ],
 )

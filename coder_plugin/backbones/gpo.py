@@ -36,7 +36,7 @@ class GPO(nn.Module):
         ValueError: options out of range.
 
     Example:
-        >>> GPO()(torch.ones(1, 3, 2), torch.tensor([[True, True, False]])).tolist()
+        >>> GPO()(torch.ones(1, 3, 2), torch.tensor([[True, True, False]])).round(decimals=4).tolist()
         [[1.0, 1.0]]
     """
 

@@ -64,7 +64,7 @@ def test_the_loss_of_a_recipe_is_one_graph(name: str, tiny_model: str) -> None:
 
 
 def test_the_heads_of_coder_compile(tiny_model: str) -> None:
-    """All but the momentum towers, which are the backbone's own code. GPO's GRU, which torch does not trace, breaks the graph."""
+    """All but the momentum towers, which are the backbone's own code. GPO's GRU, which torch does not trace, breaks it."""
     model, _, batch = made("3*dcl + concept_dcl + pgc", tiny_model)
     seen: list[dict[str, Tensor]] = []
     hook = model.coder.register_forward_pre_hook(lambda _, inputs: seen.append(dict(inputs[0])))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+
+from coder_plugin.errors import CoderError
 
 #: Seconds that a first answer may take; HF_HUB_ETAG_TIMEOUT, the hub's own variable, changes them.
 PATIENCE = 4.0
@@ -19,16 +21,51 @@ def hub_access(needed: bool = True) -> Iterator[None]:
     The client itself tries each file six times, over more than a minute.
 
     Args:
-        needed: whether anything may have to be downloaded; if not, nothing is asked.
+        needed: whether anything may have to be downloaded. If not, the hub is not asked, whatever the opened files name.
     """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or (needed and not is_reachable(constants.ENDPOINT))
+    constants.HF_HUB_OFFLINE = before or not needed or not is_reachable(constants.ENDPOINT)
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextlib.contextmanager
+def loading(failure: str, downloads: Mapping[str, str]) -> Iterator[None]:
+    """A context in which a library reads a model's files: :func:`hub_access`, no progress bars, and one-line errors.
+
+    Args:
+        failure: how the error begins, such as "the weights of NAME cannot be loaded".
+        downloads: what may have to be downloaded, and for each the flag that names a copy of it. Empty: nothing is fetched.
+
+    Raises:
+        CoderError: for any error inside.
+    """
+    from torch import OutOfMemoryError
+    from transformers.utils import logging
+
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # each rank would show its own
+    try:
+        with hub_access(bool(downloads)):
+            try:
+                yield
+            except (CoderError, OutOfMemoryError):
+                raise
+            except Exception as error:  # open_clip, timm, transformers and the hub raise many types
+                if downloads and is_offline() and is_download_error(error):
+                    raise CoderError(
+                        f"{failure}: {' and '.join(downloads)} would have to be downloaded, and the Hugging Face Hub cannot be "
+                        "reached: download where there is a network (hf download OWNER/NAME --local-dir FOLDER), and name "
+                        f"the copy: {' and '.join(downloads.values())}"
+                    ) from error
+                raise CoderError(f"{failure}: {type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def is_offline() -> bool:

@@ -51,8 +51,7 @@ def create_model(
             ``(weight, loss)`` weighs any of them.
         custom_heads: head classes or objects that are not registered. The loss must need each of them.
         pretrained: an open_clip tag, or a file that open_clip can load, such as an export. For models of transformers a
-            ``.safetensors`` file instead of the folder's own. For region models an export's weights, or a released
-            VSE-infinity, VSRN or CAMERA ``.pth``.
+            ``.safetensors`` file instead of the folder's own. For region models an export's weights.
         pretrained_image_path: weights of the image tower.
         aggregator: ``"tower"``, or ``"gpo"``: a projection and GPO over patch and word tokens, whose features replace the
             towers' own in training and in ``embed_*``. ``"gpo-mlp"``: GPO with the two-layer perceptron that CODER prints.

@@ -75,7 +75,8 @@ def test_only_the_cache_is_read_where_the_hub_does_not_answer(monkeypatch) -> No
     asked: list[str] = []
     monkeypatch.setattr(hub_access, "is_reachable", lambda address: bool(asked.append(address)))
     with hub_access.hub_access(needed=False):
-        assert not hub_access.is_offline() and asked == []
+        assert hub_access.is_offline() and asked == []
+    assert not hub_access.is_offline()
     with hub_access.hub_access():
         assert hub_access.is_offline() and asked == [constants.ENDPOINT]
     assert not hub_access.is_offline()

@@ -106,8 +106,9 @@ def test_the_wheel_has_its_data_and_nothing_else(wheel: zipfile.ZipFile) -> None
     assert "coder_plugin/backbones/model_configs/coder-tiny.json" in configs
     assert configs | {"coder_plugin/py.typed"} <= data
     on_disk = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "coder_plugin").rglob("*")
+        prefix + path.relative_to(ROOT).as_posix()
+        for folder, prefix in (("coder_plugin", ""), ("integrations", "coder_plugin/"))
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert data == on_disk, "a data file is left out (package-data), or a stray one is shipped"

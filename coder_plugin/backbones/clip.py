@@ -22,23 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
-from coder_plugin.backbones.allowed import (
-    TEXT_FOLDER,
-    check_config,
-    check_folder,
-    check_hub_names,
-    check_preprocessing,
-    check_size,
-    check_text_folders,
-)
 from coder_plugin.backbones.base import BackboneInfo, as_weights, forward_with_heads
 from coder_plugin.backbones.extended_class import Extended, extended_class
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
 from coder_plugin.backbones.names import CONFIGS, unknown_model
+from coder_plugin.backbones.untrusted import (
+    TEXT_FOLDER,
+    check_bytes,
+    check_config,
+    check_folder,
+    check_preprocessing,
+    check_text_names,
+    config_size,
+    known_names,
+)
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
-from coder_plugin.hub_access import hub_access, is_download_error, is_offline
+from coder_plugin.hub_access import hub_access, loading
 
 log = logging.getLogger(__name__)
 #: Key in a checkpoint of open_clip's trainer, with the options of the heads.
@@ -201,7 +202,7 @@ def create_clip(
     if schema == "local-dir" and "hf_model_name" in config.get("text_cfg", {}):
         options = {**exported_text_config(Path(location), config["text_cfg"]), **options}
     if schema == "local-dir" and config and pretrained and Path(pretrained).is_file():
-        check_size(config, Path(pretrained), name)
+        check_bytes(config_size(config, Path(pretrained).parent), Path(pretrained), name)
     trained = is_training_checkpoint(pretrained)
     weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None
     text_tower = {**config.get("text_cfg", {}), **options.get("text_cfg", {})}.get("hf_model_name")
@@ -212,24 +213,13 @@ def create_clip(
         f"its text tower {text_tower!r}": text_tower and not Path(text_tower).is_dir() and "--model CONFIGURATION.json",
     }
     needed = {what: flag for what, flag in downloads.items() if flag}
-    with hub_access(bool(needed)), without_weights_warning():
-        try:
-            create = create or open_clip.create_model
-            model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
-            if trained:
-                load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
-            elif schema and pretrained:  # with a schema open_clip loads only the schema's weights
-                open_clip.load_checkpoint(model, pretrained)
-        except (CoderError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # open_clip, timm, transformers and torch raise many types
-            if needed and is_offline() and is_download_error(error):
-                raise CoderError(
-                    f"model {name!r} cannot be created: {' and '.join(needed)} would have to be downloaded, and the "
-                    f"Hugging Face Hub cannot be reached: download where there is a network, and name the copy: "
-                    f"{' and '.join(needed.values())}"
-                ) from error
-            raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
+    with loading(f"model {name!r} cannot be created", needed), without_weights_warning():
+        create = create or open_clip.create_model
+        model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
+        if trained:
+            load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
+        elif schema and pretrained:  # with a schema open_clip loads only the schema's weights
+            open_clip.load_checkpoint(model, pretrained)
     if weights is not None and weights.is_file():
         _check_positions(model, weights, options)
     _check_context(name, model)
@@ -381,7 +371,7 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
 
     Raises:
         CoderError: a configuration of a folder or a repository that holds what it may not
-            (:mod:`coder_plugin.backbones.allowed`).
+            (:mod:`coder_plugin.backbones.untrusted`).
     """
     import open_clip
     from open_clip.factory import _get_hf_config
@@ -389,7 +379,7 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
     schema, location = open_clip.factory.parse_model_name(name)
     if not schema:
         config = open_clip.get_model_config(name.replace("/", "-")) or {}
-        check_text_folders(config)
+        check_text_names(config, name)
         return config
     if schema == "local-dir":
         path = Path(location) / "open_clip_config.json"
@@ -397,8 +387,16 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
             return {}  # open_clip reports it when it creates the model
         config = check_config(_read_export_config(path).get("model_cfg"), path)
         check_preprocessing(_read_export_config(path).get("preprocess_cfg") or {}, path)
-        check_folder(Path(location), config)
-        return dict(config)
+        check_folder(Path(location))
+        if name := config["text_cfg"].get("hf_model_name"):
+            if not (Path(location) / TEXT_FOLDER / "config.json").is_file():
+                raise CoderError(
+                    f"{location}: its text tower is {name!r}, whose configuration is not in the folder {TEXT_FOLDER} there; "
+                    "nothing is fetched because a file says so: name the model yourself, with --model and the weights' file "
+                    "as --pretrained"
+                )
+            check_folder(Path(location) / TEXT_FOLDER, encoder=True)
+        return config
     try:
         with hub_access():
             stored = _get_hf_config(location, cache_dir)
@@ -408,8 +406,8 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
         raise CoderError(f"{name}: its open_clip_config.json is not an object")
     config = check_config(stored.get("model_cfg"), name)
     check_preprocessing(stored.get("preprocess_cfg") or {}, name)
-    check_hub_names(config, name, repository=location)
-    return dict(config)
+    check_text_names(config, name, on_hub=known_names() | {location}, folders=False)
+    return config
 
 
 def _read_export_config(path: Path) -> dict[str, Any]:
@@ -454,9 +452,7 @@ def register_config(name: str) -> str:
             config = read_json(name)
         except CoderError as error:
             raise CoderError(f"model configuration {error}") from error
-        if not (isinstance(config, dict) and {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys()):
-            raise CoderError(f"{name} is not an open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
-        check_text_folders(check_config(config, name))
+        check_text_names(check_config(config, name), name)
         open_clip.add_model_config(name)
         return Path(name).stem
     return name

@@ -6,7 +6,6 @@ Shapes: B batch, L positions (regions or tokens), C channels, U distinct lengths
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coder_plugin.tensors import is_on_cpu, upcast
-
-#: Lets autograd record where it is off, inside of an operator. torch has no public form of it, and may take this one away.
-_record = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
 
 #: What scores a position: a linear layer without bias, as released for VSE-infinity, or CODER's printed two-layer perceptron.
 Decoder = Literal["linear", "mlp"]
@@ -40,7 +36,7 @@ class GPO(nn.Module):
         ValueError: options out of range.
 
     Example:
-        >>> GPO()(torch.ones(1, 3, 2), torch.tensor([[True, True, False]])).tolist()
+        >>> GPO()(torch.ones(1, 3, 2), torch.tensor([[True, True, False]])).round(decimals=4).tolist()
         [[1.0, 1.0]]
     """
 
@@ -67,17 +63,6 @@ class GPO(nn.Module):
         self.score: nn.Module = last
         if decoder == "mlp":
             self.score = nn.Sequential(nn.Linear(d_hidden, d_hidden), nn.ReLU(), last)
-        self._keep_weights()
-        self.register_load_state_dict_post_hook(GPO._keep_weights)
-
-    def _keep_weights(self, *_: Any) -> None:
-        """Keep the GRU's parameters where torch.compile may read them: it leaves the graph at any attribute of a torch GRU."""
-        self._gru_weights = tuple(self.gru._flat_weights)
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> GPO:
-        super()._apply(fn, recurse)
-        self._keep_weights()
-        return self
 
     def train(self, mode: bool = True) -> GPO:
         super().train(mode)
@@ -140,19 +125,12 @@ class GPO(nn.Module):
         # direction does not depend on the length: the row of the greatest one has it for all.
         shift = longest - lengths[:, None]
         rows = codes[(positions - shift).clamp(min=0)]
-        forward, backward = self._states(rows).unflatten(-1, (2, -1)).unbind(-2)
+        forward, backward = _call(self.gru, rows, rows.dtype)[0].unflatten(-1, (2, -1)).unbind(-2)
         own = (positions + shift).clamp(max=longest - 1)[..., None].expand_as(backward)
         states = (forward[-1] + backward.gather(1, own)) / 2
         scores = _call(self.score, states, like.dtype).squeeze(-1)
         valid = positions < lengths[:, None]
         return (scores / self.temperature).masked_fill(~valid, -torch.inf).softmax(-1)
-
-    def _states(self, rows: Tensor) -> Tensor:
-        """The GRU's states of both directions: [U, L, d_pe] -> [U, L, 2 d_hidden]."""
-        sharded = hasattr(self._gru_weights[0], "to_local")  # FSDP2's own parameters
-        if not torch.compiler.is_compiling() or sharded or _record is None:
-            return _call(self.gru, rows, rows.dtype)[0]
-        return _gru(rows, [weight.to(rows.dtype) for weight in self._gru_weights if weight is not None])
 
 
 def _extent(mask: Tensor) -> tuple[Tensor, int, int]:
@@ -171,43 +149,3 @@ def _call(module: nn.Module, inputs: object, dtype: torch.dtype) -> Any:
     if all(parameter.dtype == dtype for parameter in parameters.values()):
         return module(inputs)
     return functional_call(module, {name: parameter.to(dtype) for name, parameter in parameters.items()}, (inputs,))
-
-
-@torch.library.custom_op("coder_plugin::position_gru", mutates_args=())
-def _gru(rows: Tensor, weights: list[Tensor]) -> Tensor:
-    """A bidirectional GRU as one operation of a compiled graph, which would else hold one for each position: [U, L, 2 H]."""
-    state = rows.new_zeros(2, len(rows), weights[1].shape[1])
-    return torch.gru(rows, state, weights, True, 1, 0.0, True, True, True)[0]
-
-
-@torch.library.custom_op("coder_plugin::position_gru_backward", mutates_args=())
-def _gru_backward(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """The gradients of the weights. The states are computed again."""
-    assert _record is not None
-    with torch.enable_grad(), _record(torch._C.DispatchKey.AutogradFunctionality, False):
-        leaves = [weight.detach().requires_grad_() for weight in weights]
-        state = rows.new_zeros(2, len(rows), weights[1].shape[1])
-        states = torch.gru(rows.detach(), state, leaves, True, 1, 0.0, True, True, True)[0]
-        return list(torch.autograd.grad(states, leaves, gradient))
-
-
-@_gru.register_fake
-def _(rows: Tensor, weights: list[Tensor]) -> Tensor:
-    return rows.new_empty(*rows.shape[:2], 2 * weights[1].shape[1])
-
-
-@_gru_backward.register_fake
-def _(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(weight) for weight in weights]
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.rows, ctx.count = inputs[0], len(inputs[1])
-    ctx.save_for_backward(*inputs[1])
-
-
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[None, list[Tensor]]:
-    return None, _gru_backward(gradient, ctx.rows, list(ctx.saved_tensors))
-
-
-_gru.register_autograd(_gradients, setup_context=_keep_inputs)

@@ -73,25 +73,11 @@ def create_backbone(
     """
     model = backbone.factory(**{**backbone.options, **options})
     if pretrained is not None:
-        load_weights(model, pretrained)
+        fit_weights(model, read_weights(pretrained), pretrained)
     return model if device is None else model.to(device)
 
 
-def load_weights(model: Backbone, path: str) -> None:
-    """Load an export's weights or a released ``.pth`` into a model, in place.
-
-    Raises:
-        CoderError: no such file, or tensors that are missing, left over or of another shape.
-    """
-    if path.endswith(".safetensors") or not Path(path).is_file():
-        fit_weights(model, read_weights(path), path)
-        return
-    from coder_plugin.backbones.released_checkpoints import read_released
-
-    fit_weights(model, read_released(path, model), path)
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
+def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a ``.safetensors`` file.
 
     Raises:
@@ -105,7 +91,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CoderError(f"weights {path} cannot be read: {error}") from error
+        advice = "; a released .pth is converted by scripts/convert_released.py" if str(path).endswith(".pth") else ""
+        raise CoderError(f"weights {path} cannot be read: {error}{advice}") from error
 
 
 def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:

@@ -7,7 +7,6 @@ float32 on the others and under float16. On other devices autocast applies as ev
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +14,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
-class GRU(nn.GRU):
+class _MayStayFloat32:
+    """Mixin of recurrent layers that ignore autocast where :func:`stays_float32` says so."""
+
+    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
+        if not stays_float32(input.data if isinstance(input, PackedSequence) else input):
+            return super().forward(input, hx)  # type: ignore[misc]
+        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))  # type: ignore[misc]
+
+
+class GRU(_MayStayFloat32, nn.GRU):  # type: ignore[misc]
     """:class:`torch.nn.GRU`, computed in float32 under autocast on a CPU without AVX512-BF16 (:func:`stays_float32`).
 
     Example:
@@ -26,32 +36,9 @@ class GRU(nn.GRU):
         (torch.float32, torch.float32)
     """
 
-    def forward(self, input: Any, hx: Tensor | None = None) -> Any:  # type: ignore[override]
-        data = input.data if isinstance(input, PackedSequence) else input
-        if not stays_float32(data):
-            return super().forward(input, hx)
-        with without_autocast():
-            dtype = next(self.parameters()).dtype
-            return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
 
-
-class GRUCell(nn.GRUCell):
-    """:class:`torch.nn.GRUCell`, computed in float32 where :class:`GRU` is.
-
-    Example:
-        >>> cell = GRUCell(4, 3)
-        >>> with torch.autocast("cpu", torch.float16):
-        ...     state = cell(torch.randn(2, 4), torch.zeros(2, 3))
-        >>> state.dtype
-        torch.float32
-    """
-
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        if not stays_float32(input):
-            return super().forward(input, hx)
-        with without_autocast():
-            dtype = next(self.parameters()).dtype
-            return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
+class GRUCell(_MayStayFloat32, nn.GRUCell):  # type: ignore[misc]
+    """:class:`torch.nn.GRUCell`, computed in float32 where :class:`GRU` is."""
 
 
 def stays_float32(tensor: Tensor) -> bool:
@@ -68,7 +55,3 @@ def _multiplies_bfloat16() -> bool:
     """Whether PyTorch says that the CPU has AVX512-BF16. A version that cannot say so counts as a CPU without it."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return supported is not None and torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(supported())
-
-
-def without_autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", enabled=False)

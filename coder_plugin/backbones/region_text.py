@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.allowed import TEXT_FOLDER, check_bytes, check_encoder, transformers_size
 from coder_plugin.backbones.base import CONFIG, Backbone, BackboneInfo
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
@@ -28,10 +27,11 @@ from coder_plugin.backbones.tokenizers import (
     check_vocabulary,
     read_vocabulary,
 )
+from coder_plugin.backbones.untrusted import TEXT_FOLDER, check_bytes, check_folder, tower_size
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_write
+from coder_plugin.files import atomic_write, read_json
 from coder_plugin.masked import without_start
 from coder_plugin.tensors import unit
 
@@ -384,7 +384,7 @@ class Preset:
                     f"{path}: its text encoder is {str(text)[:100]!r}; it must be the folder {TEXT_FOLDER} beside it, with a "
                     "config.json: nothing is fetched because a file says so"
                 )
-            check_encoder(folder / TEXT_FOLDER)
+            check_folder(folder / TEXT_FOLDER, encoder=True)
             options.update(text=str(folder / TEXT_FOLDER), pretrained_text=False)
         sizes = {name: value for name, value in options.items() if type(value) is int}
         if large := [name for name, value in sizes.items() if value > 1 << 20]:
@@ -393,7 +393,7 @@ class Preset:
             words = len(options.get("vocabulary") or ()) * sizes.get("word_dim", 0)
             count = sizes.get("embed_dim", 0) * sizes.get("region_dim", 0) + words
             if encoder == "bert":
-                count += transformers_size(folder / TEXT_FOLDER)
+                count += tower_size(read_json(folder / TEXT_FOLDER / "config.json"))
             else:
                 count += 3 * sizes.get("embed_dim", 0) ** 2 * sizes.get("text_layers", 1)
             check_bytes(count, weights, path)

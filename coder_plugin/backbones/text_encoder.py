@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from coder_plugin.backbones.allowed import check_encoder
 from coder_plugin.backbones.context import GatedSelfAttention
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
-from coder_plugin.errors import CoderError
-from coder_plugin.hub_access import hub_access, is_download_error, is_offline
+from coder_plugin.backbones.untrusted import check_folder
+from coder_plugin.hub_access import loading
 from coder_plugin.masked import unit_channels
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
@@ -217,31 +216,18 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         CoderError: neither a folder nor a name that can be loaded here; a folder whose files name code.
     """
     from transformers import AutoConfig, AutoModel, AutoTokenizer
-    from transformers.utils import logging as hf_logging
 
-    if Path(name).is_dir():
-        check_encoder(Path(name))
-    options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
     on_hub = not Path(name).is_dir()
-    progress_bar = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # each rank would show its own
-    with hub_access(on_hub):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
-            if pretrained:
-                model = AutoModel.from_pretrained(name, **options)
-            else:
-                model = AutoModel.from_config(AutoConfig.from_pretrained(name, **options))
-        except Exception as error:  # the hub and transformers raise many types
-            advice = "use a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
-            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if on_hub and is_offline() and is_download_error(error):
-                advice = "download it where there is a network, and name its folder: --model-kwargs text=FOLDER"
-                cause = "it would have to be downloaded, and the Hugging Face Hub cannot be reached"
-            raise CoderError(f"text encoder {name!r} cannot be loaded: {cause}; {advice}") from error
-        finally:
-            if progress_bar:
-                hf_logging.enable_progress_bar()
+    if not on_hub:
+        check_folder(Path(name), encoder=True)
+    options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
+    copies = {f"the repository {name!r}": "--model-kwargs text=FOLDER"} if on_hub else {}
+    with loading(f"text encoder {name!r} cannot be loaded", copies):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if pretrained:
+            model = AutoModel.from_pretrained(name, **options)
+        else:
+            model = AutoModel.from_config(AutoConfig.from_pretrained(name, **options))
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # unused, and DDP refuses parameters without gradient
     return model.float(), tokenizer  # float32 for training, whatever the file's precision

@@ -361,14 +361,13 @@ def create(
         raise CoderError(f"{name} is a model of transformers, which has no option {', '.join(refused)}: leave it out")
     if folder is not None:
         check_files(folder)
-    on_hub = folder is None
-    with reading("the configuration", name, on_hub=on_hub):
+    with reading("the configuration", location):
         config = transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
     cls = getattr(transformers, MODELS[check_kind(config.model_type, name)])
     if location.reads_weights and pretrained is None:
         if folder is not None and not any((folder / file).is_file() for file in (WEIGHTS, f"{WEIGHTS}.index.json")):
             raise CoderError(f"{name} has no {WEIGHTS}: save it as safetensors (save_pretrained), or give --pretrained FILE")
-        with reading("the weights", name, on_hub=on_hub):
+        with reading("the weights", location):
             model, report = cls.from_pretrained(
                 name, config=config, cache_dir=cache_dir, use_safetensors=True, output_loading_info=True
             )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from coder_plugin.backbones.allowed import check_bytes, check_encoder, encoder_size
 from coder_plugin.backbones.base import CONFIG
 from coder_plugin.backbones.names import TRANSFORMERS
+from coder_plugin.backbones.untrusted import check_bytes, check_folder, tower_size
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
-from coder_plugin.hub_access import hub_access, is_download_error, is_offline
+from coder_plugin.hub_access import loading
 
 #: ``model_type`` and class of the models that can be trained.
 MODELS = {"clip": "CLIPModel", "siglip": "SiglipModel"}
@@ -106,44 +106,21 @@ def check_files(folder: Path) -> None:
         CoderError: another kind of model; files that name code or another model; sizes that do not fit the weights.
     """
     check_kind(_kind(folder), str(folder))
-    check_encoder(folder)
+    check_folder(folder, encoder=True)
     config = read_json(folder / "config.json")
     index = folder / f"{WEIGHTS}.index.json"
     weights = folder / WEIGHTS if (folder / WEIGHTS).is_file() else index
     if weights.is_file():
         parts = [file for file in folder.glob("*.safetensors") if file.is_file()] if weights == index else []
         towers = [config.get(name) for name in ("text_config", "vision_config")]
-        count = sum(encoder_size(tower) for tower in towers if isinstance(tower, Mapping))
+        count = sum(tower_size(tower) for tower in towers if isinstance(tower, Mapping))
         check_bytes(count, weights, folder / "config.json", parts=parts)
 
 
-@contextmanager
-def reading(what: str, name: str, *, on_hub: bool) -> Iterator[None]:
-    """A context in which transformers reads files; its errors become one-line errors.
-
-    Raises:
-        CoderError: for any error inside.
-    """
-    from transformers.utils import logging as hf_logging
-
-    progress_bar = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # each rank would show its own
-    try:
-        with hub_access(on_hub):
-            yield
-    except CoderError:
-        raise
-    except Exception as error:  # the hub and transformers raise many types
-        if on_hub and is_offline() and is_download_error(error):
-            raise CoderError(
-                f"{what} of {name} would have to be downloaded, and the Hugging Face Hub cannot be reached: download it where "
-                "there is a network (hf download OWNER/NAME --local-dir FOLDER), and name the folder"
-            ) from error
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise CoderError(f"{what} of {name} cannot be loaded: {cause}") from error
-    finally:
-        if progress_bar:
-            hf_logging.enable_progress_bar()
+def reading(what: str, location: Location) -> AbstractContextManager[None]:
+    """A context in which transformers reads files of a model (:func:`~coder_plugin.hub_access.loading`)."""
+    downloads = {} if location.folder else {f"the repository {location.name}": "--model FOLDER"}
+    return loading(f"{what} of {location.name} cannot be loaded", downloads)
 
 
 @dataclass(frozen=True)
@@ -179,10 +156,10 @@ def load_processor(location: Location | None, kind: str, image_size: int, *, cac
     if location is not None:
         folder = location.folder
         if folder is None or any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            with reading("the tokenizer", location.name, on_hub=folder is None):
+            with reading("the tokenizer", location):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(location.name, **options)
         if folder is None or any((folder / name).is_file() for name in _IMAGE_FILES):
-            with reading("the image processor", location.name, on_hub=folder is None):
+            with reading("the image processor", location):
                 images = transformers.AutoImageProcessor.from_pretrained(location.name, **options)
     if images is None:
         square = {"height": image_size, "width": image_size}

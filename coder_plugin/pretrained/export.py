@@ -30,7 +30,7 @@ from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import affects_ranking, heads_having
 from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export_manifest import MANIFEST, MARK, read_manifest, seal, verify_export, weights_id
+from coder_plugin.pretrained.export_manifest import MANIFEST, MARK, WITH_HEADS, read_manifest, seal, verify_export
 from coder_plugin.pretrained.saved_model import check_saved_model
 from coder_plugin.registry import load
 
@@ -125,8 +125,7 @@ def write_export(
     scoring = _scoring_state(model, state)
     readers = heads_having(model.coder.heads, "image_attention").values()
     vocabularies = [head.vocabulary for head in readers if head.vocabulary]
-    identity = weights_id(plain, scoring, vocabulary=vocabularies[-1].fingerprint if scoring and vocabularies else "")
-    mark = {MARK: identity}
+    mark = {MARK: WITH_HEADS if scoring else "towers"}
     if isinstance(model, Backbone):
         weights = folder / plugin_backbones.WEIGHTS
         write_tensors(plain, weights, **mark)
@@ -156,7 +155,7 @@ def write_export(
         write_tensors(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
         for vocabulary in vocabularies:
             vocabulary.save(folder / VOCABULARY)
-    seal(folder, id=identity, heads=bool(scoring), step=step)
+    seal(folder, step=step)
     return weights
 
 
@@ -340,7 +339,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
-        state = read_tensors(file)
+        state = plugin_backbones.read_weights(file)
     elif checkpoint is not None:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
@@ -360,22 +359,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 def load_heads(model: Any, path: Path) -> None:
     """Load the weights of heads that :func:`export_model` wrote into a model with the same heads."""
-    _load(model, read_tensors(path), str(path))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        CoderError: the file cannot be read.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CoderError(f"{path} cannot be read: {error}") from error
+    _load(model, plugin_backbones.read_weights(path), str(path))
 
 
 def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:

@@ -1,64 +1,47 @@
 """The manifest of an export: which files belong together, with their checksums.
 
 An export is several files: towers, scoring heads, vocabulary, configuration, tokenizer. ``coder_export.json`` lists them all.
-Its id, a checksum of all weights, is in the towers' file as well, so that towers without their manifest are noticed. Folders
-without either are exports of earlier versions, or of open_clip.
+The towers' file has a mark, so that towers without their manifest or their heads are noticed. Folders without either are not
+our exports, but open_clip's or transformers'.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write, read_json, sha256_file, sha256_json
 
 MANIFEST = "coder_export.json"
-#: Key of the id in the towers' file.
-MARK = "coder_export"
-FORMAT = 1
+#: The model card of a shared export, which its owner may edit: it is not listed.
+CARD = "README.md"
+#: Key of the metadata in the towers' file, and its value if scoring heads belong to them.
+MARK, WITH_HEADS = "coder_export", "with heads"
+FORMAT = 2
 _TYPES: dict[str, tuple[type, ...]] = {
     "format": (int,),
-    "id": (str,),
-    "heads": (bool,),
     "step": (int, type(None)),
     "files": (dict,),
 }
 
 
-def weights_id(*states: Mapping[str, Tensor], vocabulary: str = "") -> str:
-    """A checksum of named tensors and of a vocabulary's fingerprint, 64 hexadecimal digits."""
-    digest = hashlib.sha256(vocabulary.encode())
-    for state in states:
-        for name, value in sorted(state.items()):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest.update(content)
-    return digest.hexdigest()
-
-
-def seal(folder: Path, *, id: str, heads: bool, step: int | None = None) -> None:
+def seal(folder: Path, *, step: int | None = None) -> None:
     """Write the manifest of a folder whose other files are complete.
 
     Args:
-        folder: of an export; every file in it is listed.
-        id: from :func:`weights_id`.
-        heads: whether scoring heads belong to the towers.
+        folder: of an export; every file in it but the card is listed.
         step: of the run that is exported.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
         for name in names
-        if name != MANIFEST
+        if name not in (MANIFEST, CARD)
     }
-    manifest = {"format": FORMAT, "id": id, "heads": heads, "step": step, "files": files}
+    manifest = {"format": FORMAT, "step": step, "files": files}
     with atomic_write(folder / MANIFEST, "w") as file:
         file.write(json.dumps({**manifest, "sha256": sha256_json(manifest)}, indent=1) + "\n")
 
@@ -67,7 +50,7 @@ def seal_again(folder: Path) -> None:
     """Write the manifest anew after files of a verified export were edited on purpose."""
     manifest = read_manifest(folder)
     assert manifest is not None
-    seal(folder, id=manifest["id"], heads=manifest["heads"], step=manifest["step"])
+    seal(folder, step=manifest["step"])
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -104,6 +87,20 @@ def is_inside(name: str) -> bool:
     return path.as_posix() == name != "." and not outside
 
 
+def check_files(folder: Path, listed: Mapping[str, Any]) -> None:
+    """Check the files that a manifest lists.
+
+    Raises:
+        CoderError: names a file that is missing or changed.
+    """
+    for name, entry in listed.items():
+        file = folder / name
+        if not file.is_file():
+            raise CoderError(f"{folder} is incomplete: {name} is missing; copy or download the whole export again")
+        if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
+            raise CoderError(f"{file} is damaged, or of another export: copy or download the whole export again")
+
+
 def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) -> None:
     """Check an export before it is opened: all files are there, unchanged, and belong together.
 
@@ -122,20 +119,13 @@ def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) ->
             raise CoderError(f"{folder} is incomplete: {MANIFEST} is missing; copy or download the whole export again")
         return
     listed = manifest["files"]
-    if manifest["heads"] and heads not in listed:
-        raise CoderError(f"{folder / MANIFEST} is not the manifest of an export: it lists no {heads}")
-    for name, entry in listed.items():
-        file = folder / name
-        if not file.is_file():
-            what = "the scoring heads, without which it is another model" if name == heads else "a file"
-            raise CoderError(f"{folder} is incomplete: it lacks {name} ({what}); copy or download the whole export again")
-        if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
-            raise CoderError(f"{file} is damaged, or of another export: copy or download the whole export again")
+    if mark is None or mark == WITH_HEADS and heads not in listed:
+        which = "" if mark is None else f", whose scoring heads ({heads}) it does not list"
+        raise CoderError(f"{folder / MANIFEST} does not belong to {weights}{which}: copy or download the whole export again")
+    check_files(folder, listed)
     for name in (weights.name, heads, *others):
         if (folder / name).is_file() and name not in listed:
             raise CoderError(f"{folder / name} does not belong to this export ({MANIFEST}): remove it, or export again")
-    if mark != manifest["id"]:
-        raise CoderError(f"{weights} and {folder / MANIFEST} are of two exports: copy or download the whole export again")
 
 
 def _mark(weights: Path) -> str | None:

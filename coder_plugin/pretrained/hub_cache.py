@@ -1,32 +1,21 @@
-"""Shared models: download a repository of the Hugging Face Hub, and verify a shared folder.
-
-A shared folder is an export with two more files: ``README.md``, the model card, and ``coder_run.json``, the record of the run
-and of the files. ``coder_plugin.integrations.hub`` writes it.
-"""
+"""Download a model's repository from the Hugging Face Hub. ``coder_plugin.integrations.hub`` writes such repositories."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones.transformers_files import WEIGHTS as TRANSFORMERS_WEIGHTS
 from coder_plugin.backbones.transformers_files import has_configuration
 from coder_plugin.errors import CoderError
-from coder_plugin.files import read_json, sha256_file
 from coder_plugin.pretrained.export import OLDER, export_files
-from coder_plugin.pretrained.export_manifest import is_inside
+from coder_plugin.pretrained.export_manifest import read_manifest
 
 HUB = "hf-hub:"
-#: The record: the run, and the files' sizes and checksums.
-RECORD = "coder_run.json"
-CARD = "README.md"
 #: In an export of interpolated weights (WiSE-FT): ``alpha``, and the two models' names, ``tuned`` and ``base``.
 WISE_FT = "wise_ft.json"
-#: Options in a record that opening needs, with their types.
-_OPTION_TYPES = {"max_regions": int, "rerank": str, "channels_last": bool}
-#: Files that opening needs. They are downloaded from a repository, and further files that its record lists.
+#: Files that opening needs. They are downloaded from a repository, and further files that its manifest lists.
 _FILES = ["*.json", "*.txt", "*.model", "coder*.safetensors", "concepts.safetensors", "open_clip_model.safetensors"]
 
 
@@ -63,7 +52,8 @@ def fetch(
             of_transformers = has_configuration(folder) and not (folder / "open_clip_config.json").exists()
             further = [TRANSFORMERS_WEIGHTS] if of_transformers else [*OLDER]
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *further], **options))
-        if further := [glob.escape(file) for file in _listed_files(folder) if not (folder / file).is_file()]:
+        listed = (read_manifest(folder) or {"files": {}})["files"]
+        if further := [glob.escape(file) for file in listed if not (folder / file).is_file()]:
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *further], **options))
     except CoderError:
         raise
@@ -95,64 +85,3 @@ def hub_error(name: str, error: Exception) -> CoderError:
     else:
         why = f"{type(error).__name__}: {message}"
     return CoderError(f"{name}: {why}")
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The content of ``coder_run.json``, checked, because anybody may have written it; None if the folder has none.
-
-    Raises:
-        CoderError: it cannot be read, or has other fields.
-    """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    record = read_json(path)
-    if not isinstance(record, dict):
-        raise CoderError(f"{path} cannot be read: it is not an object")
-    record = {"objective": None, "terms": {}, "run": {}, "results": {}, "stated": {}, **record}
-    for key in ("files", "options", "terms", "run", "results", "stated"):
-        if not isinstance(record.get(key), dict):
-            raise CoderError(f"{path} cannot be read: {key} is not an object")
-    for name, entry in record["files"].items():
-        if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)):
-            raise CoderError(f"{path} cannot be read: {name} has no size and checksum")
-        if not is_inside(name):
-            raise CoderError(f"{path} lists {name!r}, which is not a file in its folder")
-    return record
-
-
-def _listed_files(folder: Path) -> list[str]:
-    """The files in the record except the card; none without a record."""
-    record = read_record(folder)
-    return [] if record is None else [name for name in record["files"] if name != CARD]
-
-
-def shared_options(folder: Path) -> dict[str, Any]:
-    """The options in a shared folder's record, after its files (except the card) have been verified; empty without a record.
-
-    Raises:
-        CoderError: a file is missing, or its checksum differs.
-    """
-    record = read_record(folder)
-    if record is None:
-        return {}
-    for name in _listed_files(folder):
-        file, expected = folder / name, record["files"][name]
-        if not file.is_file():
-            raise CoderError(f"{folder} is incomplete: {name} is missing; copy or download it again")
-        if file.stat().st_size != expected["bytes"] or sha256_file(file) != expected["sha256"]:
-            raise CoderError(f"{file} is damaged, or not the file that was shared: copy or download it again")
-    return record_options(record)
-
-
-def record_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a record that opening needs.
-
-    Raises:
-        CoderError: a value of another type.
-    """
-    options = {name: record["options"][name] for name in _OPTION_TYPES if record["options"].get(name) is not None}
-    for name, value in options.items():
-        if type(value) is not _OPTION_TYPES[name]:
-            raise CoderError(f"{RECORD}: {name} must be {_OPTION_TYPES[name].__name__}, got {value!r}")
-    return options

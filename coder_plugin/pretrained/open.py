@@ -44,7 +44,8 @@ from coder_plugin.pretrained.export import (
     verify,
     weights_named,
 )
-from coder_plugin.pretrained.hub_cache import fetch, shared_options
+from coder_plugin.pretrained.export_manifest import check_files, read_manifest
+from coder_plugin.pretrained.hub_cache import fetch
 
 _log = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ def _resolve(
     stored: dict[str, Any] = {}
     if spec is not None:
         folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir"))
-        stored = {**shared_options(folder), **read_inference_options(folder)}
+        stored = read_inference_options(folder)
         weights, configuration = export_files(folder)
         options["pretrained"] = str(weights)
         if configuration is not None:
@@ -389,7 +390,8 @@ def export_folder(spec: str | Path, *, export: str | None = None, cache_dir: str
     if not place.exists() and (replaced := place.with_name(f".{place.name}.old")).is_dir():
         place = replaced  # its replacement was killed between two renames
     if export_files(place)[0] is None:
-        shared_options(folder)  # names the missing file of a shared folder
+        if (manifest := read_manifest(folder)) is not None:
+            check_files(folder, manifest["files"])  # names the missing weights
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]
         hint = f" (it has --export {others[0]})" if others else "" if folder.exists() else " (there is no such folder)"
         if (folder / "training_args.bin").exists():

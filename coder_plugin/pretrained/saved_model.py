@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin import registry
-from coder_plugin.backbones.allowed import check_config, check_hub_names, check_text_folders
 from coder_plugin.backbones.names import TRANSFORMERS
 from coder_plugin.backbones.transformers_files import find_location
+from coder_plugin.backbones.untrusted import check_config, check_text_names, known_names
 from coder_plugin.config import OPENING, get_option
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
@@ -125,19 +125,12 @@ def _check_name(name: str, where: str) -> None:
         config = read_json(name)
         if isinstance(config, Mapping) and "backbone" in config:
             return  # an export's, checked where it is opened
-        config = check_config(config, name)
-        check_text_folders(config)
-        local = {key: None if value and Path(value).is_dir() else value for key, value in _hub_names(config).items()}
-        check_hub_names({"text_cfg": local}, name)
+        check_text_names(check_config(config, name), name, on_hub=known_names())
         return
     if name.startswith("local-dir:") or find_location(name) is not None:
         return  # checked where it is opened
     if register_config(name).replace("/", "-") not in open_clip.list_models():
         raise CoderError(f"{where} names the model {name[:200]!r}, which is not here: name the model yourself (--model)")
-
-
-def _hub_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: config["text_cfg"].get(name) for name in ("hf_model_name", "hf_tokenizer_name")}
 
 
 def _check_tag(tag: str, model: str, where: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 
@@ -19,11 +19,19 @@ from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file
 from coder_plugin.integrations.hub.card import card_text
-from coder_plugin.integrations.hub.record import bare, bare_objective, read_wise_ft, run_record, without_paths
+from coder_plugin.integrations.hub.record import (
+    RECORD,
+    bare,
+    bare_objective,
+    read_record,
+    read_wise_ft,
+    run_record,
+    without_paths,
+)
 from coder_plugin.integrations.sentence_transformers import module as st
 from coder_plugin.pretrained.export import HEADS, VOCABULARY, export_files, write_export
-from coder_plugin.pretrained.export_manifest import seal_again
-from coder_plugin.pretrained.hub_cache import CARD, RECORD, fetch, read_record, record_options
+from coder_plugin.pretrained.export_manifest import CARD, seal_again
+from coder_plugin.pretrained.hub_cache import fetch
 from coder_plugin.pretrained.open import PretrainedModel, export_folder, open_pretrained
 
 #: Captions whose features are compared between the model and its shared files.
@@ -61,18 +69,16 @@ def write_model(spec: str | Path, folder: Path, name: str, export: str | None, *
         record["wise_ft"] = wise_ft
     earlier_fields = record.get("stated", {})
     card_fields = {field: value or earlier_fields.get(field) or value for field, value in card_fields.items()}
-    options = record_options(record)
-    trained = open_pretrained(source.export, options, device="cpu")
+    trained = open_pretrained(source.export, device="cpu")
     if record["objective"] is None and (source.export / HEADS).is_file():  # the heads' file has the objective
         objective = trained.model.coder.objective
         record = {**record, "objective": str(objective), "terms": bare_objective(objective.to_dict())}
     folder.mkdir(parents=True, exist_ok=True)
     write_export(trained.model, folder, tokenizer=trained.tokenizer, options=trained.inference_options())
     _remove_paths(folder)
-    facts = _model_facts(trained, options)
+    facts = _model_facts(trained)
     if facts["pictures"]:
         st.write_files(folder)
-    seal_again(folder)
     new_record = {
         "format": 1,
         **{key: record[key] for key in ("objective", "terms", "options", "run", "results")},
@@ -87,18 +93,17 @@ def write_model(spec: str | Path, folder: Path, name: str, export: str | None, *
     else:
         try:
             text = card_text(name, new_record, sizes, on_hub="/" in name, **card_fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             if source.record is None:
                 raise
             raise CoderError(f"{source.export / RECORD} lacks what a model card needs: {error!r}") from error
         (folder / CARD).write_text(text, encoding="utf-8")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    new_record["files"] = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files
-    }
-    (folder / RECORD).write_text(json.dumps(new_record, indent=1) + "\n", encoding="utf-8")
-    for path in files:
-        shutil.copymode(folder / RECORD, path)  # safetensors makes its files private, whatever the umask
+    new_record["card"] = {"sha256": sha256_file(folder / CARD), "edited": edited_card is not None}
+    _write_json(folder / RECORD, new_record)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            shutil.copymode(folder / RECORD, path)  # safetensors makes its files private, whatever the umask
+    seal_again(folder)
     _check_same_model(trained, folder)
 
 
@@ -116,11 +121,11 @@ def _edited_card(source: _Source) -> Path | None:
     card = source.export / CARD
     if not card.is_file():
         return None
-    written = ((source.record or {}).get("files", {}).get(CARD) or {}).get("sha256")
-    return None if sha256_file(card) == written else card
+    written = (source.record or {}).get("card", {})
+    return card if written.get("edited") or sha256_file(card) != written.get("sha256") else None
 
 
-def _model_facts(trained: PretrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def _model_facts(trained: PretrainedModel) -> dict[str, Any]:
     """Facts about a model for its card."""
     model = trained.model
     vocabularies = [getattr(head, "vocabulary", None) for head in model.coder.heads.values()]
@@ -139,7 +144,7 @@ def _model_facts(trained: PretrainedModel, options: Mapping[str, Any]) -> dict[s
         "concepts": None if vocabulary is None else len(vocabulary),
         "re-ranks": trained.encoder().reranking is not None,
         "text tower": _text_tower(model),
-        "max_regions": options.get("max_regions", trained.config.max_regions) if isinstance(model, Backbone) else None,
+        "max_regions": trained.config.max_regions if isinstance(model, Backbone) else None,
     }
 
 

@@ -15,6 +15,8 @@ from coder_plugin.files import read_json
 from coder_plugin.pretrained.hub_cache import WISE_FT
 from coder_plugin.training.run_folder import RunFolder
 
+#: The record in a shared folder.
+RECORD = "coder_run.json"
 #: Options that say where a run is stored, not what it computes.
 _STORAGE = ("logs", "name", "resume", "cache_dir", "report_to", "wandb_project_name", "dry_run")
 #: The end of an export's path, after the name of its run.
@@ -40,6 +42,26 @@ def run_record(run: Path | None, export: str) -> dict[str, Any]:
         "run": {**data, **{name: plan[name] for name in _PLANNED if name in plan}} if plan else {},
         "results": folder.results(export),
     }
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The content of ``coder_run.json``, which anybody may have written; None if the folder has none.
+
+    Raises:
+        CoderError: it cannot be read, or has other fields.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise CoderError(f"{path} cannot be read: it is not an object")
+    objects = ("options", "terms", "run", "results", "stated", "card")
+    record = {"objective": None, **{key: {} for key in objects}, **record}
+    for key in objects:
+        if not isinstance(record[key], dict):
+            raise CoderError(f"{path} cannot be read: {key} is not an object")
+    return record
 
 
 def read_wise_ft(folder: Path) -> dict[str, Any]:

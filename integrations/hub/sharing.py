@@ -17,9 +17,11 @@ from coder_plugin.config import ModelConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, sha256_file
 from coder_plugin.integrations.hub.contents import write_model
+from coder_plugin.integrations.hub.record import read_record
 from coder_plugin.pretrained.build import make_tokenizer
 from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_model
-from coder_plugin.pretrained.hub_cache import CARD, HUB, RECORD, hub_error, is_on_hub, read_record
+from coder_plugin.pretrained.export_manifest import CARD, MANIFEST, read_manifest
+from coder_plugin.pretrained.hub_cache import HUB, hub_error, is_on_hub
 
 #: Files of an earlier model in a repository that would be read instead of the new files, or together with them.
 _STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, plugin_backbones.WEIGHTS, plugin_backbones.CONFIG)
@@ -172,16 +174,16 @@ def push_to_hub(
 
 
 def _earlier_files(api: Any, repo_id: str, revision: str | None, folder: Path) -> list[str]:
-    """Files of an earlier model in a repository: those that its record lists, and weights that would be read."""
-    if not api.file_exists(repo_id, RECORD, revision=revision):
+    """Files of an earlier model in a repository: those that its manifest lists, and weights that would be read."""
+    if not api.file_exists(repo_id, MANIFEST, revision=revision):
         return [*_STALE]
-    api.hf_hub_download(repo_id, RECORD, revision=revision, local_dir=folder)
+    api.hf_hub_download(repo_id, MANIFEST, revision=revision, local_dir=folder)
     try:
-        record = read_record(folder)
+        manifest = read_manifest(folder)
     except CoderError as error:
         logging.warning("%s: other files of the earlier model may stay: %s", repo_id, error)
-        record = None
-    return [*_STALE, *(record or {"files": {}})["files"]]
+        manifest = None
+    return [*_STALE, *(manifest or {"files": {}})["files"]]
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -190,16 +192,17 @@ def _check_replaceable(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise CoderError(f"{folder} is a file: name a folder")
-    record = read_record(folder)
-    if record is None:
+    record, manifest = read_record(folder), read_manifest(folder)
+    if record is None or manifest is None:
         raise CoderError(f"{folder} exists and holds something else: name a new folder, or that of a shared model")
+    written = {name: entry["sha256"] for name, entry in manifest["files"].items()} | {CARD: record["card"].get("sha256")}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name == RECORD:
+        if path.is_dir() or name == MANIFEST:
             continue
-        if name not in record["files"]:
+        if name not in written:
             raise CoderError(f"{folder} holds {name}, which sharing did not write: move it elsewhere, or name a new folder")
-        if path.suffix != ".safetensors" and sha256_file(path) != record["files"][name]["sha256"]:
+        if path.suffix != ".safetensors" and sha256_file(path) != written[name]:
             raise CoderError(f"{path} was changed since it was shared: move it elsewhere, or name a new folder")
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones import clip
+from coder_plugin.backbones.plugin_backbones import read_weights
 from coder_plugin.errors import CoderError
 from coder_plugin.model import add_heads
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import head_settings, read_heads, read_tensors, write_tensors
+from coder_plugin.pretrained.export import head_settings, read_heads, write_tensors
 from coder_plugin.resolver import Resolution, resolve
 
 #: All heads of a model in training, banks and momentum towers included.
@@ -107,6 +108,6 @@ def load_state(model: Any, folder: Path) -> None:
         return
     fit_heads(model, read_heads(folder / STATE).objective)
     try:
-        model.coder.load_state_dict(read_tensors(folder / STATE))
+        model.coder.load_state_dict(read_weights(folder / STATE))
     except RuntimeError as error:
         raise CoderError(f"{folder / STATE} does not fit this model: {' '.join(str(error).split())[:300]}") from error

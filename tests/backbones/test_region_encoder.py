@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from coder_plugin.backbones import released_checkpoints
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.region_encoder import RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText
 from coder_plugin.masked import mean, unit_channels
+from scripts import convert_released
 from tests.backbones import releases
 from tests.references import camera, gpo, layers, vse_infinity, vsrn
 from tests.references.layers import batch_norm, unit
@@ -58,12 +58,12 @@ def made(kind: str) -> tuple[RegionEncoder, dict[str, Tensor]]:
     }[kind]()[0]
     image = {name: value.double() if value.is_floating_point() else value for name, value in image.items()}
     encoder = RegionEncoder(REGIONS, DIM, **OPTIONS[kind]).double()
-    load(encoder, image, released_checkpoints._IMAGE, "visual.")
+    load(encoder, image, convert_released._IMAGE, "visual.")
     return encoder, image
 
 
 def load(module: nn.Module, state: dict[str, Tensor], table: Any, prefix: str) -> None:
-    ours = {name.removeprefix(prefix): value for name, value in released_checkpoints._renamed("-", state, table).items()}
+    ours = {name.removeprefix(prefix): value for name, value in convert_released._renamed("-", state, table).items()}
     module.load_state_dict({n: v.squeeze(2) if n.startswith("graph.") and v.ndim == 3 else v for n, v in ours.items()})
 
 
@@ -233,7 +233,7 @@ def test_texts_are_the_authors(lengths: list[int], training: bool) -> None:
             text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
             module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS)
         text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
-        load(module.double(), text, released_checkpoints._TEXT, "text.")
+        load(module.double(), text, convert_released._TEXT, "text.")
         hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
         wanted = camera.text(hidden, text, training=training) if kind == "camera" else vse_infinity.text(hidden, text)
         close(normed(module.train(training)(ids).pooled), torch.stack(wanted))
@@ -251,7 +251,7 @@ def test_cameras_text_contexts_are_those_of_the_releases(normalise: bool, traini
     text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
     text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
     module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS, normalise_locals=normalise)
-    load(module.double(), text, released_checkpoints._TEXT, "text.")
+    load(module.double(), text, convert_released._TEXT, "text.")
     hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
     encoded = module.train(training)(ids)
     wanted = camera.text_contexts(hidden, text, training=training, normalise=normalise)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
-from coder_plugin.files import sha256_file
+from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.open import open_pretrained
 from tests.integrations import hub_runs
 
@@ -134,12 +133,12 @@ def test_a_push_removes_the_earlier_models_files_and_no_others(
     (place / "concepts.md").write_text("mine")
     coder_plugin.push_to_hub(shared / "bigru", "group/model")
     assert _names(place) == _names(shared / "bigru") | {"text/notes.md", "concepts.md"}
-    # without a record that can be read, weights at least that would be opened instead
-    (place / "coder_run.json").write_text("{")
+    # without a manifest that can be read, weights at least that would be opened instead
+    (place / "coder_export.json").write_text("{")
     coder_plugin.push_to_hub(shared / "lora", "group/model")
     assert _names(place) == _names(shared / "lora") | {"text/notes.md", "concepts.md"}
     assert "group/model: other files of the earlier model may stay" in caplog.text
-    (place / "coder_run.json").unlink()
+    (place / "coder_export.json").unlink()
     shutil.copyfile(shared / "coder" / "coder.safetensors", place / "coder.safetensors")
     coder_plugin.push_to_hub(shared / "lora", "group/model")
     assert _names(place) == _names(shared / "lora") | {"text/notes.md", "concepts.md"}
@@ -149,21 +148,17 @@ def _names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_a_record_lists_is_downloaded(hub: Hub, shared: Path) -> None:
+def test_what_a_manifest_lists_is_downloaded(hub: Hub, shared: Path) -> None:
     """Whatever a tokenizer's files are called, and nothing beside."""
     place = hub.folder / "group/lora"
     shutil.copytree(shared / "lora", place)
-    record = json.loads((place / "coder_run.json").read_text())
-    for name in ("vocab.bpe", "chat[1].jinja", "other.bin", "chat1.jinja"):
+    for name in ("vocab.bpe", "chat[1].jinja"):
         (place / name).write_text(name)
-        if name in ("vocab.bpe", "chat[1].jinja"):
-            record["files"][name] = {"bytes": len(name), "sha256": sha256_file(place / name)}
-    (place / "coder_run.json").write_text(json.dumps(record))
+    seal_again(place)
+    for name in ("other.bin", "chat1.jinja"):
+        (place / name).write_text(name)
     coder_plugin.from_pretrained("group/lora")
-    assert _names(hub.folder / "cache/group/lora") == record["files"].keys() - {"README.md"} | {"coder_run.json"}
-    (place / "coder_run.json").write_text(json.dumps({**record, "files": {"../x": {"bytes": 1, "sha256": "x"}}}))
-    with pytest.raises(CoderError, match="lists '../x', which is not a file in its folder"):
-        coder_plugin.from_pretrained("group/lora")
+    assert _names(hub.folder / "cache/group/lora") == _names(place) - {"README.md", "other.bin", "chat1.jinja"}
 
 
 def test_a_local_folder_stands_before_a_repository(hub: Hub, shared: Path, tmp_path: Path) -> None:

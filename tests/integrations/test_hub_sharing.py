@@ -92,7 +92,8 @@ def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str
     assert record["options"]["concepts"] == "words.safetensors" and record["terms"]["heads"]["momentum"]["bank_size"] == 24
     assert record["objective"] == json.loads((runs["coder"] / "plan.json").read_text())["objective"]
     assert record["results"] == hub_runs.FIGURES and not {"logs", "name"} & record["options"].keys()
-    assert {"coder.safetensors", "concepts.safetensors", "concepts.json", "README.md"} <= record["files"].keys()
+    listed = json.loads((shared / "coder" / "coder_export.json").read_text())["files"]
+    assert {"coder.safetensors", "concepts.safetensors", "concepts.json", "coder_run.json"} <= listed.keys()
     fusion = coder_plugin.from_pretrained(shared / "fusion")
     assert fusion.encoder().reranking is not None
     lora = coder_plugin.load_model(shared / "lora")
@@ -148,6 +149,9 @@ def test_a_card_that_was_edited_is_kept_and_ours_is_made_anew(shared: Path, tmp_
     (second / "README.md").write_text(card + "\nWritten by hand.\n")
     third = coder_plugin.save_pretrained(second, tmp_path / "third")
     assert (third / "README.md").read_text() == card + "\nWritten by hand.\n"
+    for _ in range(2):  # also over a folder with the edited card
+        again = coder_plugin.save_pretrained(third, tmp_path / "again")
+        assert (again / "README.md").read_text() == card + "\nWritten by hand.\n"
     with pytest.raises(CoderError, match="README.md is kept as it is: write license there"):
         coder_plugin.save_pretrained(second, tmp_path / "fourth", license="mit")
     assert not (tmp_path / "fourth").exists()

@@ -1,4 +1,9 @@
-"""Checkpoints released by the authors of VSE-infinity, CAMERA and VSRN, in the names of :class:`RegionText`.
+"""Convert a checkpoint released by the authors of VSE-infinity, CAMERA or VSRN to an export that coder-plugin opens.
+
+    python scripts/convert_released.py model_best.pth FOLDER [NAME=VALUE ...]
+
+NAME=VALUE are options of the region model that the file does not hold: ``vocabulary=FILE`` for a BiGRU,
+``text=FOLDER_OR_NAME`` for BERT's configuration and words (default: bert-base-uncased).
 
 All three save ``{"model": [image encoder, text encoder], "opt": …}``. The names and shapes of the tensors tell which of the
 three models a file holds, and with which options. No code in a file is run: ``torch.load(weights_only=True)`` reads it.
@@ -9,18 +14,21 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coder_plugin.backbones.base import Backbone
-from coder_plugin.backbones.region_text import RegionText
+from coder_plugin import create_model
+from coder_plugin.backbones.plugin_backbones import fit_weights
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
+from coder_plugin.pretrained.export import export_model
 
 log = logging.getLogger(__name__)
 
@@ -94,49 +102,45 @@ def describe_released(path: str) -> tuple[str, dict[str, Any]]:
     return release.preset, dict(release.options)
 
 
-def read_released(path: str, model: Backbone) -> State:
-    """A released file's tensors in the names of ``model``: a complete state dict.
+def build(path: str, **options: Any) -> Any:
+    """The model of a released file, with its weights, in eval mode. Files lack the temperature, which is that of a new model.
 
-    The temperature, which the files do not have, stays that of the model.
+    Args:
+        path: the file.
+        options: of :class:`~coder_plugin.backbones.region_text.Options`, which the file does not hold.
 
     Raises:
-        CoderError: a file of none of the three models, or of a model with other options.
+        CoderError: a file of none of the three models; an option that the file decides; another vocabulary.
     """
     release = _read_release(path)
-    if not isinstance(model, RegionText):
-        raise CoderError(f"{path} is a checkpoint of {release.title} and needs a region model: --model {release.preset}")
-    current = asdict(model.options)
-    wrong = {name: value for name, value in release.options.items() if current[name] != value}
-    if wrong:
-        options = " ".join(f"{name}={str(value).lower()}" for name, value in wrong.items())
-        raise CoderError(
-            f"{path} is a checkpoint of {release.title} with other options than this {model.name}: "
-            f"use --model {release.preset} --model-kwargs {options}"
-        )
+    if decided := sorted(options.keys() & release.options.keys()):
+        raise CoderError(f"{path} decides {decided[0]}: {release.options[decided[0]]}; leave it out")
+    if release.options["encoder"] == "bert":
+        options.setdefault("pretrained_text", False)
+    model = create_model(release.preset, loss="clip", **release.options, **options).eval()
     weights = {**_renamed(path, release.image, _IMAGE), **_renamed(path, release.text, _TEXT)}
-    expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
     for name, value in weights.items():
         if name.startswith("visual.graph.") and value.ndim == 3:
             weights[name] = value.squeeze(2)  # a convolution of kernel 1 is a linear layer
-    rows = weights.get("text.embed.weight")
-    if rows is not None and len(rows) != len(expected["text.embed.weight"]):
+    expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
+    words = weights.get("text.embed.weight")
+    if words is not None and len(words) != len(expected["text.embed.weight"]):
         raise CoderError(
-            f"{path} has {len(rows)} words, this model's vocabulary {len(expected['text.embed.weight'])}: use the vocabulary "
-            "of its training, --model-kwargs vocabulary=FILE"
+            f"{path} has {len(words)} words, this vocabulary {len(expected['text.embed.weight'])}: use the vocabulary of its "
+            "training, vocabulary=FILE"
         )
     ours = {"logit_scale", *(name for name, _ in model.named_buffers() if name not in weights)} & expected.keys()
-    statistics = sorted(name for name in ours if name.endswith(("running_mean", "running_var")))
-    if statistics:
+    if statistics := sorted(name for name in ours if name.endswith(("running_mean", "running_var"))):
         raise CoderError(f"{path} lacks BatchNorm's {statistics[0]}")
-    weights.update({name: expected[name] for name in ours})
+    fit_weights(model, {**weights, **{name: expected[name] for name in ours}}, path)
     if release.title == "CAMERA":
         log.warning(
             "%s: CAMERA's own code lets a text attend to its padding and averages over it; here padding is masked, "
             "so short texts have other features than its authors computed",
             path,
         )
-    log.info("%s: read %d tensors of %s", path, len(weights) - len(ours), release.title)
-    return weights
+    log.info("%s: read %d tensors of %s", path, len(weights), release.title)
+    return model
 
 
 def read_checkpoint(path: str | Path) -> Any:
@@ -152,7 +156,7 @@ def read_checkpoint(path: str | Path) -> Any:
             warnings.simplefilter("ignore")  # about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
     except Exception as error:  # malformed bytes make torch, pickle and zipfile raise almost anything
-        if unsafe := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+        if unsafe := re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error)):
             raise CoderError(
                 f"{path} cannot be read as a PyTorch checkpoint: it contains {unsafe[1]}, and loading that could run code. If "
                 "you trust the file, save its weights alone: "
@@ -264,3 +268,25 @@ def _renamed(path: str, state: State, table: tuple[tuple[str, str], ...]) -> Sta
     if dropped:
         log.info("%s: left out %d unused tensors: %s", path, len(dropped), ", ".join(dropped))
     return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Convert a checkpoint of VSE-infinity, CAMERA or VSRN to an export.")
+    parser.add_argument("checkpoint", help="the authors' file, such as model_best.pth")
+    parser.add_argument("folder", help="a new folder, for coder-plugin eval FOLDER or --pretrained FOLDER")
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="what the file lacks: vocabulary=FILE, text=NAME")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    pairs = (option.partition("=") for option in arguments.options)
+    try:
+        model = build(arguments.checkpoint, **{name: parse_value(value) for name, _, value in pairs})
+        export_model(model, arguments.folder)
+    except CoderError as error:
+        print(f"convert_released: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.folder}: {model.name}, opened by coder-plugin eval {arguments.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from coder_plugin import registry
-from coder_plugin.backbones import plugin_backbones
-from coder_plugin.backbones.released_checkpoints import describe_released, read_released
+import coder_plugin
 from coder_plugin.errors import CoderError
+from scripts import convert_released
+from scripts.convert_released import describe_released, main
 from tests.backbones import releases
 from tests.references import camera, vse_infinity, vsrn
 
@@ -69,10 +69,8 @@ def states(kind: str, bert: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def build(path: str, extra: dict[str, Any], **more: Any) -> Any:
     """The model that a file describes, with its weights, in evaluation and float64."""
-    preset, options = describe_released(path)
-    model = registry.load("backbones", preset)(**{**options, **extra[options["encoder"]], **more})
-    plugin_backbones.load_weights(model, path)
-    return model.eval().double()
+    _, options = describe_released(path)
+    return convert_released.build(path, **{**extra[options["encoder"]], **more}).double()
 
 
 def doubled(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -196,7 +194,7 @@ def test_counts_that_old_files_lack(bert: Any, extra: dict[str, Any], tmp_path: 
 
 
 def test_what_is_left_out_is_said(bert: Any, extra: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, logger="coder_plugin.backbones.released_checkpoints"):
+    with caplog.at_level(logging.INFO, logger="scripts.convert_released"):
         build(releases.save(tmp_path / "a.pth", *states("vse", bert)), extra)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "mlp.bns.1.running_var" in said and "bert.pooler.dense.weight" in said and "of VSE-infinity" in said
@@ -208,50 +206,30 @@ def test_cameras_padding_is_warned_of(bert: Any, extra: dict[str, Any], tmp_path
     assert [record.levelname for record in caplog.records if "padding is masked" in record.getMessage()]
 
 
-def test_the_temperature_stays_the_models(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
-    path = releases.save(tmp_path / "a.pth", *states("vse", bert))
-    model = build(path, extra)
-    with torch.no_grad():
-        model.logit_scale.fill_(1.5)
-    weights = read_released(path, model)
-    assert weights["logit_scale"].item() == 1.5
-    assert weights.keys() == model.state_dict().keys()
+def test_an_option_that_the_file_decides_is_refused(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
+    path = releases.save(tmp_path / "a.pth", *states("camera", bert))
+    with pytest.raises(CoderError, match=r"a\.pth decides views: 3; leave it out"):
+        build(path, extra, views=4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "given"),
-    [
-        ("vse", {"embed_dim": 12}, "embed_dim=8"),
-        ("vse", {"region_dim": 7, "mlp": False}, "region_dim=6 mlp=true"),
-        ("vse", {"context": "camera", "heads": 2}, "context=none"),
-        ("camera", {"views": 4}, "views=3"),
-        ("camera", {"heads": 4}, "heads=2"),
-        ("camera", {"image_pooling": "gpo", "text_pooling": "max"}, "image_pooling=views text_pooling=mean"),
-        ("vsrn bn", {"batch_norm": False}, "batch_norm=true"),
-        ("vsrn", {"batch_norm": True}, "batch_norm=false"),
-        ("vsrn", {"bidirectional": True, "word_dim": 9}, "word_dim=7 bidirectional=false"),
-        ("vsrn two layers", {"text_layers": 1}, "text_layers=2"),
-    ],
-)
-def test_other_options_are_named(
-    kind: str, options: dict[str, Any], given: str, bert: Any, extra: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["vse bigru", "camera"])
+def test_the_script_writes_an_export(kind: str, bert: Any, extra: Any, tmp_path: Path, capsys: Any) -> None:
     path = releases.save(tmp_path / "a.pth", *states(kind, bert))
-    with pytest.raises(CoderError, match=rf"a\.pth is .*--model-kwargs {given}$"):
-        build(path, extra, **options)
-
-
-def test_another_preset(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
-    model = build(releases.save(tmp_path / "a.pth", *states("vse", bert)), extra)
-    with pytest.raises(CoderError, match=r"is a checkpoint of VSRN with.*--model region-bigru-vsrn .*encoder=bigru"):
-        read_released(releases.save(tmp_path / "b.pth", *states("vsrn", bert)), model)
-    with pytest.raises(CoderError, match=r"--model region-bert$"):
-        read_released(str(tmp_path / "a.pth"), torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    model = build(path, extra)
+    (tmp_path / "words.json").write_text(json.dumps(releases.VOCABULARY))
+    option = f"text={extra['bert']['text']}" if kind == "camera" else f"vocabulary={tmp_path / 'words.json'}"
+    assert main([path, str(tmp_path / "export"), option]) == 0 and model.name in capsys.readouterr().out
+    opened = coder_plugin.load_model(tmp_path / "export").double()
+    with torch.no_grad():
+        assert torch.equal(opened.embed_image(picture()), model.embed_image(picture()))
+        ids = torch.tensor([[1, 7, 8, 9, 2]])
+        assert torch.equal(opened.embed_text(ids), model.embed_text(ids)) and opened.logit_scale == model.logit_scale
+    assert main([path, str(tmp_path / "other"), "mlp=false"]) == 2 and "decides mlp" in capsys.readouterr().err
 
 
 def test_another_vocabulary(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
     path = releases.save(tmp_path / "a.pth", *states("vsrn", bert))
-    with pytest.raises(CoderError, match=r"has 14 words, this model's vocabulary 13: .*vocabulary=FILE"):
+    with pytest.raises(CoderError, match=r"has 14 words, this vocabulary 13: .*vocabulary=FILE"):
         build(path, extra, vocabulary=releases.VOCABULARY[:-1])
 
 

@@ -186,7 +186,7 @@ def read_sample(shard: str, index: TarIndex, number: int) -> Sample:
                 return Place(shard, member.offset_data, member.size, index.changed)
             return tar.extractfile(member).read()  # type: ignore[union-attr]
 
-        samples = list(samples_of(tar, Files(), read, end))
+        samples = list(samples_of(tar, Files(), read, end=end))
         if len(samples) != 1:
             raise tarfile.ReadError(f"{len(samples)} samples are at byte {start}: it has changed")
     return samples[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tarfile
@@ -165,7 +166,12 @@ class Sample:
 
 
 def samples_of(
-    tar: tarfile.TarFile, files: Files, read: Callable[[str, tarfile.TarInfo], Any], end: float = float("inf")
+    tar: tarfile.TarFile,
+    files: Files,
+    read: Callable[[str, tarfile.TarInfo], Any],
+    *,
+    end: float = math.inf,
+    limit: float = math.inf,
 ) -> Iterator[Sample]:
     """The samples from a tar file's position on, as webdataset divides its files.
 
@@ -174,11 +180,14 @@ def samples_of(
         files: counts the files.
         read: ``read(field, header)`` -> the content of a file; called for those that are not too large.
         end: where to stop, in bytes.
+        limit: bytes that it may have, unpacked.
     """
     sample: Sample | None = None
     archive: Any = tar  # to its attributes that are not in the types; the first header is read when a tar file is opened
     while (archive.firstmember is not None or archive.offset < end) and (member := tar.next()) is not None:
         archive.members = []  # tarfile keeps every header
+        if member.offset_data + member.size > limit:
+            raise tarfile.ReadError(f"it expands to over {limit:,} bytes: a decompression bomb")
         if (place := files.add(member)) is None:
             continue
         stem, name = place
@@ -205,15 +214,9 @@ def stream(shard: str, files: Files) -> Iterator[Sample]:
     Raises:
         CoderError: it cannot be read, or is damaged.
     """
-    most = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else None
+    limit = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else math.inf
     with shard_errors(shard), open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
-
-        def read(_: str, member: tarfile.TarInfo) -> bytes:
-            if most is not None and member.offset_data + member.size > most:
-                raise tarfile.ReadError(f"it expands to over {most:,} bytes: a decompression bomb")
-            return tar.extractfile(member).read()  # type: ignore[union-attr]
-
-        for sample in samples_of(tar, files, read):
+        for sample in samples_of(tar, files, lambda _, member: tar.extractfile(member).read(), limit=limit):  # type: ignore[union-attr]
             files.add_sample(sample)
             yield sample
 

@@ -323,7 +323,7 @@ class Chunk:
     keys: list[str] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
-    learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
+    learned: Any = None  # what tagging computed (concepts.tags.Tags.take), if captions are tagged
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

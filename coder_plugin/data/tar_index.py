@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import tarfile
+import threading
 import time
 import zipfile
 from array import array
@@ -14,13 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from coder_plugin.data.tars import (
     IMAGE_FIELDS,
+    CheckedTarInfo,
     Files,
     Sample,
     local_path,
@@ -33,6 +36,8 @@ from coder_plugin.data.workers import start_worker
 from coder_plugin.files import atomic_write
 
 log = logging.getLogger(__name__)
+#: Tar files that a process keeps open.
+MOST_OPEN = 64
 #: Places that took longer to find than so many seconds are kept for the next run.
 _WORTH_KEEPING = 1.0
 #: Shards from which on several processes read the headers, and how many.
@@ -138,10 +143,28 @@ def _load(path: Path, count: int) -> list[TarIndex] | None:
         return None
 
 
-def check_unchanged(file: IO[bytes], changed: int) -> None:
-    """Raise an error if an open shard is not the one whose headers were read."""
-    if os.fstat(file.fileno()).st_mtime_ns != changed:
+class _Tar(tarfile.TarFile):
+    """A tar file that is closed when it is no longer used."""
+
+    def __del__(self) -> None:
+        if self.fileobj is not None:
+            self.fileobj.close()
+
+
+@lru_cache(maxsize=MOST_OPEN)
+def _open(shard: str, changed: int, process: int, thread: int) -> _Tar:
+    """An open shard. Forked processes and threads, which would share the place in the file, have their own."""
+    file = open_local(shard)
+    tar = _Tar.taropen("", fileobj=file, tarinfo=CheckedTarInfo)  # type: ignore[call-arg,arg-type]
+    tar.firstmember = None  # type: ignore[attr-defined]  # it was read to recognise a tar file
+    return tar
+
+
+def _current(shard: str, changed: int) -> _Tar:
+    tar = _open(shard, changed, os.getpid(), threading.get_ident())
+    if os.fstat(tar.fileobj.fileno()).st_mtime_ns != changed:  # type: ignore[union-attr,attr-defined]
         raise tarfile.ReadError("it has changed since its headers were read")
+    return tar
 
 
 @dataclass(frozen=True)
@@ -162,10 +185,10 @@ class Place:
 
     def read(self) -> bytes:
         """The content; ``CoderError`` if the shard is no longer what it was."""
-        with shard_errors(self.shard), open_local(self.shard) as file:
-            check_unchanged(file, self.changed)
+        with shard_errors(self.shard):
+            file: Any = _current(self.shard, self.changed).fileobj
             file.seek(self.offset)
-            content = file.read(self.size)
+            content: bytes = file.read(self.size)
             if len(content) < self.size:
                 raise tarfile.ReadError(f"it ends before byte {self.offset + self.size}: it has changed")
         return content
@@ -178,14 +201,16 @@ def read_sample(shard: str, index: TarIndex, number: int) -> Sample:
         CoderError: the shard is no longer what it was.
     """
     start, end = index.starts[number : number + 2].tolist()
-    with open_tar(shard, start) as tar:
-        check_unchanged(tar.fileobj, index.changed)  # type: ignore[arg-type]
+    with shard_errors(shard):
+        tar: Any = _current(shard, index.changed)
 
         def read(name: str, member: tarfile.TarInfo) -> Any:
             if name in IMAGE_FIELDS:
                 return Place(shard, member.offset_data, member.size, index.changed)
-            return tar.extractfile(member).read()  # type: ignore[union-attr]
+            return tar.extractfile(member).read()
 
+        tar.offset = start
+        tar.fileobj.seek(start)  # next() seeks too, but not to the file's start
         samples = list(samples_of(tar, Files(), read, end=end))
         if len(samples) != 1:
             raise tarfile.ReadError(f"{len(samples)} samples are at byte {start}: it has changed")

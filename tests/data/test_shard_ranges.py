@@ -230,3 +230,13 @@ def test_a_shard_that_changes_after_its_headers_were_read_is_an_error(tmp_path, 
 
 def write_other(folder: Path) -> bytes:
     return Path(write(folder / "other", [("x.txt", b"y" * 500)] * 40)).read_bytes()
+
+
+def test_few_shards_are_open_at_a_time_and_processes_share_none(tmp_path):
+    shards = [write(tmp_path / f"{n}.tar", samples(n, n + 1)) for n in range(tar_index.MOST_OPEN + 6)]
+    data = open_shards(str(tmp_path / "*.tar"))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert len({data.item(n).captions for n in range(len(shards))}) == len(shards)
+        assert len(os.listdir("/proc/self/fd")) <= before + tar_index.MOST_OPEN
+    assert tar_index._open(shards[0], 1, os.getpid(), 1) is not tar_index._open(shards[0], 1, os.getpid() + 1, 1)

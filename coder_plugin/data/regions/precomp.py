@@ -72,7 +72,8 @@ class PrecompFile(Mapping[str, Regions]):
         self.split = _split(self.folder, split)
         self._ims = _map(self.path("ims.npy"), "f", 3)
         self.files = (self.path("ims.npy"),)
-        lines, ids = lines_of(self.path("caps.txt")), lines_of(self.path("ids.txt"))
+        texts = map(self.path, ("caps.txt", "ids.txt"))
+        lines, ids = (lines_of(text) if os.path.exists(text) else None for text in texts)
         self._repeat = self._rows_per_image(lines, ids)
         number = len(self._ims) // self._repeat
         self._boxes, self._sizes = self._optional("boxes.npy", (self._ims.shape[1], 4)), self._optional("img_sizes.npy", (2,))

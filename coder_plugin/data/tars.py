@@ -205,8 +205,8 @@ def samples_of(
         limit: bytes that it may have, unpacked.
     """
     sample: Sample | None = None
-    archive: Any = tar  # to its attributes that are not in the types; the first header is read when a tar file is opened
-    while (archive.firstmember is not None or archive.offset < end) and (member := tar.next()) is not None:
+    archive: Any = tar  # with attributes that are not in the types
+    while archive.offset < end and (member := tar.next()) is not None:
         archive.members = []  # tarfile keeps every header
         if member.offset_data + member.size > limit:
             raise tarfile.ReadError(f"it expands to over {limit:,} bytes: a decompression bomb")

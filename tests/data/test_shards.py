@@ -315,6 +315,8 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     assert open_shards(str(tmp_path / "s*.tar")).num_images == 43
     again = lambda: open_shards(str(tmp_path / "s*.tar"), resampled=True)  # noqa: E731
     assert again().num_images == 50
+    (tmp_path / "sizes.json").write_text(json.dumps({f"s{n}.tar": 10 - 20 * (n == 3) for n in range(5)}))
+    assert again().num_images == 43  # no number of samples is negative
     (tmp_path / "sizes.json").unlink()
     (tmp_path / "__len__").write_text("41")
     assert again().num_images == 41

@@ -13,7 +13,7 @@ from typing import Any
 from coder_plugin.data import PICTURES
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.item import Item, bad_item
-from coder_plugin.data.regions.precomp_text import are_row_numbers, decode_bytes_repr
+from coder_plugin.data.regions.precomp_text import are_row_numbers, lines_of
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import (
     duplicates,
@@ -121,7 +121,7 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
         CoderError: empty lines, duplicate ids, or numbers of lines that do not fit.
     """
     path = Path(spec)
-    captions = _lines(path, "empty captions")
+    captions = lines_of(path)
     ids = path.with_name(f"{path.name.removesuffix('caps.txt')}ids.txt")
     if path.name.endswith("caps.txt") and ids.exists():
         owners = _owners(path, ids, len(captions))
@@ -144,7 +144,7 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
 
 
 def _owners(path: Path, ids: Path, captions: int) -> list[str]:
-    names = _lines(ids, "lines without an id")
+    names = lines_of(ids)
     if len(names) == captions:
         return names
     if not names or captions % len(names):
@@ -154,19 +154,6 @@ def _owners(path: Path, ids: Path, captions: int) -> list[str]:
         )
     refuse(ids, [repr(name) for name in duplicates(names)], "ids of two or more images")
     return [name for name in names for _ in range(captions // len(names))]
-
-
-def _lines(path: Path, empty: str) -> list[str]:
-    """The lines of a file, separated by line feeds only, as in tools that read it in binary."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
-        raise CoderError(f"{path}: cannot be read as lines of text: {reason}") from exc
-    lines = [decode_bytes_repr(line.strip()) for line in text.removesuffix("\n").split("\n")] if text else []
-    refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if line is None], "bytes that are not UTF-8")
-    refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if not line], empty)
-    return [line for line in lines if line]
 
 
 # img2dataset

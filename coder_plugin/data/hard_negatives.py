@@ -11,9 +11,8 @@ from typing import Any
 from coder_plugin.data.bad_samples import shorten
 from coder_plugin.data.item import NO_TEXT, UNKNOWN_IMAGE, Item, stable_hash
 from coder_plugin.data.source import ItemSource, text_fault
-from coder_plugin.data.table_rows import read_rows
+from coder_plugin.data.table_rows import read_lines, read_rows
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular
 
 #: The key in a shard's json, and the default column of a CSV table.
 NEGATIVES = "negatives"
@@ -48,27 +47,19 @@ def read_negatives(path: str) -> dict[str, list[Negative]]:
         {'red.jpg': [('a blue car', -1)]}
     """
     table: dict[str, list[Negative]] = {}
-    try:
-        with open_regular(path, newline="", encoding="utf-8-sig") as file:
-            rows = read_rows(file, "\t", "key", name=path)
-            _, present = next(rows, (0, []))
-            if absent := [column for column in COLUMNS[:2] if column not in present]:
-                raise CoderError(
-                    f"{path}: no column {' and '.join(map(repr, absent))}; its columns, separated by tabs, are: "
-                    f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
-                )
-            for number, cells in rows:
-                row = dict(zip(present, cells, strict=False))
-                fault = _fault(row) if len(cells) == len(present) else f"it does not have {len(present)} columns"
-                if fault:
-                    raise CoderError(f"{path}: line {number}: {fault}")
-                of = row.get("negative_key")
-                table.setdefault(row["key"], []).append((row["negative"], stable_hash(of) if of else UNKNOWN_IMAGE))
-    except FileNotFoundError as error:
-        raise CoderError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CoderError(f"{path}: cannot be read as a table of hard negatives: {reason}") from error
+    rows = read_rows(read_lines(path), "\t", "key", name=path)
+    _, present = next(rows, (0, []))
+    if absent := [column for column in COLUMNS[:2] if column not in present]:
+        raise CoderError(
+            f"{path}: no column {' and '.join(map(repr, absent))}; its columns, separated by tabs, are: "
+            f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
+        )
+    for number, cells in rows:
+        row = dict(zip(present, cells, strict=False))
+        if fault := _fault(row) if len(cells) == len(present) else f"it does not have {len(present)} columns":
+            raise CoderError(f"{path}: line {number}: {fault}")
+        of = row.get("negative_key")
+        table.setdefault(row["key"], []).append((row["negative"], stable_hash(of) if of else UNKNOWN_IMAGE))
     if not table:
         raise CoderError(f"{path}: it has no row")
     return table

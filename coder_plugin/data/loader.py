@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from coder_plugin.data.bad_samples import DEFAULT_RATE, KINDS, BadSamples
+from coder_plugin.data.bad_samples import DEFAULT_RATE, KINDS, Bad, BadSamples
 from coder_plugin.data.hard_negatives import HardNegatives
 from coder_plugin.data.item import NO_POSITIVE, NO_TEXT, SAME_TOKENS, Item, stable_hash
 from coder_plugin.data.source import (
@@ -36,6 +36,9 @@ from coder_plugin.data.source import (
 )
 from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
+
+if TYPE_CHECKING:
+    from coder_plugin.concepts.tags import Tags
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -58,24 +61,6 @@ _MAY_CHANGE = ("ranks", "workers", "batch size")
 
 #: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.noise.positives.Positives`.
 MakePositive = Callable[[str, tuple[str, ...]], tuple[str, str]]
-
-
-class TagWords(Protocol):
-    """Adds word classes to token ids, such as :class:`coder_plugin.concepts.tags.Tags`."""
-
-    tagger: str
-
-    def __call__(self, captions: list[str], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and classes, both int64 [B, T]."""
-
-    def check(self, tokenizer: Any) -> None:
-        """Raise ``CoderError`` if the tokenizer cannot be used."""
-
-    def take(self) -> Any:
-        """What this process has computed since the last call: ``counts`` and the ``classes`` of captions."""
-
-    def add(self, classes: Any) -> None:
-        """Cache the classes that another process has computed."""
 
 
 @dataclass(kw_only=True)
@@ -180,7 +165,7 @@ class TrainLoader:
         pin_memory: bool = False,
         positives: MakePositive | None = None,
         negatives: HardNegatives | None = None,
-        tags: TagWords | None = None,
+        tags: Tags | None = None,
     ) -> None:
         for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0)):
             if number < least:
@@ -194,14 +179,14 @@ class TrainLoader:
         self._batch_size, self._rank, self._world_size, self._workers = batch_size, rank, world_size, workers
         self._seed, self._captions = seed, captions
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._make = _Make(transform, tokenizer, positives, negatives, tags, seed)
+        self._make = _Training(source, transform, tokenizer, positives, negatives, tags, seed)
         self.positives_made: Counter[str] = Counter()
         self.negatives_drawn: Counter[str] = Counter()
         self._key = ""  # of an image that was read
         self.tagged: Counter[str] = Counter()
         self._stream = is_stream(source)
         self._at = self._start(0)
-        self._unused = 0, Counter[str]()  # samples that were read but not used yet, and the bad ones among them
+        self._bad = self.bad.state()  # up to the last batch
 
     def epoch(self, epoch: int, position: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those after ``position`` in it.
@@ -217,7 +202,6 @@ class TrainLoader:
                 samples; a stream that gives far fewer samples than planned.
         """
         self.bad.restart()
-        self._unused = 0, Counter[str]()
         self._at = self._start(epoch)
         if position is not None:
             positions: list[Any] = [position] if isinstance(position, dict) else list(position)
@@ -226,14 +210,13 @@ class TrainLoader:
             self._at = self._resume(epoch, positions)
             for each in [position] if isinstance(position, dict) else positions[self._rank :: self._world_size]:
                 self.bad.restore(each["bad"])
+        self._bad = self.bad.state()
         return self._batches(self._at)
 
     def position(self) -> dict[str, Any]:
         """The position after the last batch, as JSON values, from which :meth:`epoch` continues."""
-        counted, (read, kinds) = self.bad.state(), self._unused
-        bad = {"read": counted["read"] - read, "kinds": dict(Counter(counted["kinds"]) - kinds)}
         at = {**vars(self._at), "read": list(self._at.read)}
-        return {**at, "rank": self._rank, "bad": bad, "setting": self._setting(), "data": self.digest}
+        return {**at, "rank": self._rank, "bad": self._bad, "setting": self._setting(), "data": self.digest}
 
     @cached_property
     def digest(self) -> dict[str, Any]:
@@ -315,36 +298,37 @@ class TrainLoader:
 
     def _batches(self, at: _Position) -> Iterator[dict[str, Any]]:
         size, left, read = self._batch_size, dict[str, Any](), list(at.read)
+        rest: tuple[int, list[Bad]] = 0, []  # samples of the last chunk that are not used yet, and the bad ones among them
         if at.batches >= at.of:
             return
         for chunk in self._chunks(at):
-            self.bad.add(chunk.count, chunk.bad)
-            self.positives_made.update(chunk.positives)
-            self._count_negatives(chunk)
-            if self._make.tags is not None and chunk.learned is not None:
-                self.tagged.update(chunk.learned.counts)
-                self._make.tags.add(chunk.learned.classes)
+            self.bad.add(*rest)
+            self._count(chunk)
             if left:
                 chunk = chunk.after(left)
                 chunk = chunk.pin_memory() if self._pin_memory else chunk
-            rest = len(chunk) - size
-            if rest < 0:
+            rows = max(0, len(chunk) - size)  # that are left for the next batch
+            used = chunk.good[-rows] if rows else chunk.count  # up to the first unused row
+            bad = used - (len(chunk.good) - rows)
+            self.bad.add(used, chunk.bad[:bad])
+            rest = chunk.count - used, chunk.bad[bad:]
+            if len(chunk) < size:
                 left = chunk.tensors
                 read[chunk.worker] += chunk.count
                 continue
-            used = chunk.good[-rest] if rest else chunk.count  # up to the first unused row
             at.batches, at.last, at.read[:] = at.batches + 1, chunk.worker, read
             at.read[chunk.worker] += used
             read[chunk.worker] += chunk.count
-            bad = chunk.bad[len(chunk.bad) - (chunk.count - used - rest) :]
-            self._unused = chunk.count - used, Counter(kind for kind, _, _ in bad)
+            self._bad = self.bad.state()
             # Cloned, so that it does not keep the whole batch in memory.
-            left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
-            yield (chunk.rows(0, size) if rest else chunk).tensors
+            left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rows else {}
+            yield (chunk.rows(0, size) if rows else chunk).tensors
             if at.batches == at.of:
-                self.bad.finish()
-                return
+                break
+        self.bad.add(*rest)
         self.bad.finish()
+        if at.batches == at.of:
+            return
         text = f"{self.source.name}: rank {self._rank} ended epoch {at.epoch} after {at.batches} of {at.of} batches"
         planned = self.samples_per_epoch // self._world_size
         if self._stream and self.bad.read < _FAR_SHORT * planned:
@@ -355,18 +339,16 @@ class TrainLoader:
         log.warning("%s (bad samples, or a stream of unequal shards)", text)
 
     def _chunks(self, at: _Position) -> Iterator[Chunk]:
-        make = replace(self._make, epoch=at.epoch)
+        make, size = replace(self._make, epoch=at.epoch), self._batch_size
         if self._stream:
-            first = at.last if at.last >= 0 and at.read[at.last] % self._batch_size else at.last + 1
-            data: Any = _TrainStream(
-                self.source, make, self._batch_size, self._rank, self._world_size, self._captions, tuple(at.read), first
-            )
-            return _load(data, None, self._workers, self._pin_memory)
-        source: Any = self.source
-        counts = None if self._captions == "draw" else np.asarray(source.caption_counts)
+            first = at.last if at.last >= 0 and at.read[at.last] % size else at.last + 1
+            order = {"seed": self._seed, "epoch": at.epoch, "captions": self._captions}
+            part = partial(_train_part, self.source, order, size, self._rank, self._world_size, tuple(at.read), first)
+            return _load(_Stream(make, size, part), None, self._workers, self._pin_memory)
+        counts = None if self._captions == "draw" else np.asarray(self._make.source.caption_counts)
         numbers = self._order(at, counts)[self._rank :: self._world_size][at.read[0] :]
-        chunks = [numbers[start : start + self._batch_size] for start in range(0, len(numbers), self._batch_size)]
-        rows = _TrainRows(self.source, make, None if counts is None else np.cumsum(counts))
+        chunks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        rows = _Rows(replace(make, ends=None if counts is None else np.cumsum(counts)))
         return _load(rows, chunks, self._workers, self._pin_memory)
 
     def _order(self, at: _Position, counts: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
@@ -380,8 +362,12 @@ class TrainLoader:
             order = _in_turn([order[rank :: len(reads)][read:] for rank, read in enumerate(reads)])
         return order
 
-    def _count_negatives(self, chunk: Chunk) -> None:
-        """Count the places, and warn once 1,000 rows had no hard negative (a small data set is checked before training)."""
+    def _count(self, chunk: Chunk) -> None:
+        """Count texts that were made and drawn. Warn once 1,000 rows had no hard negative (small data are checked before)."""
+        self.positives_made.update(chunk.positives)
+        if self._make.tags is not None and chunk.learned is not None:
+            self.tagged.update(chunk.learned.counts)
+            self._make.tags.add(chunk.learned.classes)
         before, drawn, negatives = self.negatives_drawn.total(), self.negatives_drawn, self._make.negatives
         drawn.update(chunk.negatives)
         self._key = next(iter(chunk.keys), self._key)
@@ -405,7 +391,7 @@ def epoch_order(groups: Sequence[int] | np.ndarray[Any, Any], seed: int, epoch: 
 
     Example:
         >>> epoch_order([4], seed=0, epoch=0).tolist(), sorted(epoch_order([2, 1, 3], seed=0, epoch=1).tolist())
-        ([2, 1, 3, 0], [0, 1, 2, 3, 4, 5])
+        ([1, 2, 0, 3], [0, 1, 2, 3, 4, 5])
     """
     generators = [torch.Generator().manual_seed(stable_hash(name, seed, epoch)) for name in ("shards", "order")]
     sizes = np.asarray(groups)
@@ -436,16 +422,18 @@ def check_position(position: Any) -> None:
     try:
         setting, bad = position["setting"], position["bad"]
         counts = [*(position[name] for name in ("epoch", "of", "batches", "before", "rank")), position["last"] + 1]
-        counts += [*position["read"], *(read for reads in position["history"] for read in reads)]
-        counts += [bad["read"], *bad["kinds"].values()]
-        sizes = [setting[name] for name in _MAY_CHANGE]
-        are_counts = all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
-        are_sizes = all(type(each) is int and 1 <= each < 1 << 31 for each in sizes)
-        are_lists = all(type(each) is list and each for each in (position["read"], *position["history"]))
-        known = bad["kinds"].keys() <= KINDS.keys() and position["last"] < len(position["read"])
+        lists = [position["read"], *position["history"]]
+        counts += [*(read for each in lists for read in each), bad["read"], *bad["kinds"].values()]
+        right = (
+            all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
+            and all(type(setting[name]) is int and 1 <= setting[name] < 1 << 31 for name in _MAY_CHANGE)
+            and all(type(each) is list and each for each in lists)
+            and bad["kinds"].keys() <= KINDS.keys()
+            and position["last"] < len(position["read"])
+        )
     except (KeyError, TypeError, AttributeError, ValueError):
-        are_counts = are_sizes = are_lists = known = False
-    if not (are_counts and are_sizes and are_lists and known):
+        right = False
+    if not right:
         raise CoderError("the checkpoint's position in the data does not have the form that this version saves")
 
 
@@ -470,13 +458,13 @@ def evaluation_batches(
     """
     counted = BadSamples(source.name) if bad is None else bad
     chunks: list[Any] | None = None
-    data: Any = _EvaluationRows(source, transform)
-    if hasattr(getattr(source, "captions", source), "item"):
+    make = _Evaluation(source, transform)
+    if is_stream(source):
+        data: Any = _Stream(make, batch_size, partial(_evaluation_part, source, batch_size, rank, world_size))
+    else:
         images = source.num_images or 0
         starts = range(rank * batch_size, images, world_size * batch_size)
-        chunks = [range(start, min(start + batch_size, images)) for start in starts]
-    else:
-        data = _EvaluationStream(data, rank, world_size, batch_size)
+        data, chunks = _Rows(make), [range(start, min(start + batch_size, images)) for start in starts]
     for chunk in _load(data, chunks, workers, False):
         counted.add(chunk.count, chunk.bad)
         if len(chunk):
@@ -488,18 +476,30 @@ def evaluation_batches(
 
 
 @dataclass
-class _Make:
-    """Makes a chunk of training samples."""
+class _Training:
+    """Makes chunks of training samples: images or, with ``ends``, captions, those of image n ending before ``ends[n]``."""
 
+    source: Any
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
     positives: MakePositive | None
     negatives: HardNegatives | None
-    tags: TagWords | None
+    tags: Tags | None
     seed: int
     epoch: int = 0
+    ends: np.ndarray[Any, Any] | None = None
 
-    def chunk(self, items: list[Item], worker: int = 0) -> Chunk:
+    def item(self, number: int) -> Item:
+        """The sample of this number, with one caption."""
+        if self.ends is None:
+            return draw_caption(self.source.item(number), seed=self.seed, epoch=self.epoch)
+        image = int(np.searchsorted(self.ends, number, "right"))
+        item = self.source.item(image)
+        return item if item.fault is not None else one_caption(item, number - int(self.ends[image]) + len(item.captions))
+
+    def chunk(self, samples: list[tuple[int, Item]], worker: int = 0) -> Chunk:
+        """The chunk of some numbered samples."""
+        items = [item for _, item in samples]
         chunk, good = decode(items, self.transform, seed=self.seed, epoch=self.epoch, worker=worker)
         if not good:
             return chunk
@@ -514,7 +514,7 @@ class _Make:
             self._add_negatives(chunk, items, self.negatives)
         return chunk if self.tags is None else replace(chunk, learned=self.tags.take())
 
-    def _tokenize(self, texts: list[str], name: str, tags: TagWords | None = None) -> list[torch.Tensor]:
+    def _tokenize(self, texts: list[str], name: str, tags: Tags | None = None) -> list[torch.Tensor]:
         """Token ids [n, T] and, with ``tags``, the classes of the words. A tokenizer that draws, such as words that it drops,
         does so for each text by itself, whatever its neighbours."""
 
@@ -561,102 +561,74 @@ class _Make:
 
 
 @dataclass
-class _TrainRows(Dataset[Any]):
-    """Chunks of numbered samples: of images or, with ``ends``, of captions, those of image n ending before ``ends[n]``."""
-
-    source: Any
-    make: _Make
-    ends: np.ndarray[Any, Any] | None
-
-    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
-        return _or_error(lambda: self.make.chunk([self._item(int(number)) for number in numbers]))
-
-    def _item(self, number: int) -> Item:
-        if self.ends is None:
-            return draw_caption(self.source.item(number), seed=self.make.seed, epoch=self.make.epoch)
-        image = int(np.searchsorted(self.ends, number, "right"))
-        item = self.source.item(image)
-        return item if item.fault is not None else one_caption(item, number - int(self.ends[image]) + len(item.captions))
-
-
-@dataclass
-class _TrainStream(IterableDataset[Any]):
-    """Chunks of a stream. Physical worker 0 acts as logical worker ``first``, since a DataLoader begins with worker 0."""
-
-    source: Any
-    make: _Make
-    size: int
-    rank: int
-    world_size: int
-    captions: str
-    read: tuple[int, ...]
-    first: int
-
-    def __iter__(self) -> Iterator[Chunk | CoderError]:
-        info = get_worker_info()
-        workers = info.num_workers if info else 1
-        worker = ((info.id if info else 0) + self.first) % workers
-        part, parts, skip = self.rank * workers + worker, self.world_size * workers, self.read[worker]
-        order: dict[str, Any] = {"seed": self.make.seed, "epoch": self.make.epoch, "captions": self.captions}
-        items = self.source.part(part, parts, skip=skip, **order)
-        return _until_error(self._chunks(items, worker))
-
-    def _chunks(self, items: Iterator[Item], worker: int) -> Iterator[Chunk]:
-        # a chunk that was partly used is completed, so that workers take the same turns as without an interruption
-        size = self.size - self.read[worker] % self.size
-        while chunk := list(islice(items, size)):
-            yield self.make.chunk(chunk, worker)
-            size = self.size
-
-
-@dataclass
-class _EvaluationRows(Dataset[Any]):
-    """Chunks of the images at some positions."""
+class _Evaluation:
+    """Makes chunks of images with all their captions."""
 
     source: Any
     transform: Callable[[Any], Any]
 
-    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
-        return _or_error(lambda: self.chunk([(number, self.source.item(number)) for number in numbers]))
+    def item(self, number: int) -> Item:
+        """The image at this position."""
+        return self.source.item(number)
 
-    def chunk(self, pairs: list[tuple[int, Item]]) -> Chunk:
-        chunk, good = decode([item for _, item in pairs], self.transform)
+    def chunk(self, samples: list[tuple[int, Item]], worker: int = 0) -> Chunk:
+        """The chunk of some images with their positions."""
+        chunk, good = decode([item for _, item in samples], self.transform, worker=worker)
         if good:
-            chunk.tensors["index"] = torch.tensor([pairs[number][0] for number in good])
-            chunk.captions.extend(pairs[number][1].captions for number in good)
-            chunk.keys.extend(pairs[number][1].key for number in good)
+            chunk.tensors["index"] = torch.tensor([samples[number][0] for number in good])
+            chunk.captions.extend(samples[number][1].captions for number in good)
+            chunk.keys.extend(samples[number][1].key for number in good)
         return chunk
 
 
 @dataclass
-class _EvaluationStream(IterableDataset[Any]):
-    """Chunks of the images of whole shards."""
+class _Rows(Dataset[Any]):
+    """Chunks of numbered samples."""
 
-    rows: _EvaluationRows
-    rank: int
-    world_size: int
+    make: Any
+
+    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
+        samples = ([(int(number), self.make.item(int(number))) for number in each] for each in [numbers])
+        return next(_until_error(map(self.make.chunk, samples)))
+
+
+@dataclass
+class _Stream(IterableDataset[Any]):
+    """Chunks of a stream. ``part(worker, workers)`` -> the samples of a worker, its number, and the size of its first chunk."""
+
+    make: Any
     size: int
+    part: Callable[[int, int], tuple[Iterator[tuple[int, Item]], int, int]]
 
     def __iter__(self) -> Iterator[Chunk | CoderError]:
         info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        pairs = self.rows.source.items(worker * self.world_size + self.rank, self.world_size * workers, block=self.size)
-        return _until_error(self._chunks(pairs))
+        return _until_error(self._chunks(*self.part(*((info.id, info.num_workers) if info else (0, 1)))))
 
-    def _chunks(self, pairs: Iterator[tuple[int, Item]]) -> Iterator[Chunk]:
-        while chunk := list(islice(pairs, self.size)):
-            yield self.rows.chunk(chunk)
+    def _chunks(self, samples: Iterator[tuple[int, Item]], worker: int, size: int) -> Iterator[Chunk]:
+        while chunk := list(islice(samples, size)):
+            yield self.make.chunk(chunk, worker)
+            size = self.size
 
 
-def _or_error(make: Callable[[], Chunk]) -> Chunk | CoderError:
+def _train_part(
+    source: Any, order: dict[str, Any], size: int, rank: int, ranks: int, read: tuple[int, ...], first: int,
+    worker: int, workers: int,
+) -> tuple[Iterator[tuple[int, Item]], int, int]:  # fmt: skip
+    """Physical worker 0 acts as logical worker ``first``, since a DataLoader begins with worker 0. A chunk that was partly used
+    is completed, so that workers take the same turns as without an interruption."""
+    worker = (worker + first) % workers
+    items = source.part(rank * workers + worker, ranks * workers, skip=read[worker], **order)
+    return enumerate(items), worker, size - read[worker] % size
+
+
+def _evaluation_part(
+    source: Any, size: int, rank: int, ranks: int, worker: int, workers: int
+) -> tuple[Iterator[tuple[int, Item]], int, int]:
+    return source.items(worker * ranks + rank, ranks * workers, block=size), 0, size
+
+
+def _until_error(chunks: Iterable[Chunk]) -> Iterator[Chunk | CoderError]:
     """A ``CoderError`` is sent as an object for the main process to raise, without a worker's traceback."""
-    try:
-        return make()
-    except CoderError as exc:
-        return CoderError(str(exc))
-
-
-def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk | CoderError]:
     try:
         yield from chunks
     except CoderError as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 from coder_plugin.data import PICTURES, guess_kind, open_source
 from coder_plugin.data.decode import FORMATS, decode_image, is_picture
 from coder_plugin.data.item import Item
+from coder_plugin.data.source import Numbered
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
     return open_source(spec, split=split, **reading)
 
 
-class Pictures:
+class Pictures(Numbered):
     """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
     A file is a picture if its name has one of the endings ``PICTURES``, in upper or lower case, or if its content is a JPEG,
@@ -69,11 +69,6 @@ class Pictures:
     @property
     def num_images(self) -> int:
         return len(self._keys)
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        for start in range(rank * block, len(self._keys), world_size * block):
-            for index in range(start, min(start + block, len(self._keys))):
-                yield index, self.item(index)
 
     def item(self, index: int) -> Item:
         """The picture at a position."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import webdataset as wds
 
 from coder_plugin.data.json_text import parse_json
-from coder_plugin.data.remote import read_small, scheme
+from coder_plugin.data.remote import is_command, read_small
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular, read_json
@@ -86,60 +85,48 @@ def beside(shard: str, name: str) -> str:
     return os.path.join(os.path.dirname(local_path(shard)), name)
 
 
-def recorded_size(shards: list[str]) -> int | None:
-    """The number of samples from open_clip's ``sizes.json`` (by shard) or ``__len__`` (of the folder) beside the shards.
+def recorded_size(shards: Sequence[str]) -> int | None:
+    """The number of samples from open_clip's ``sizes.json`` beside the shards, or ``__len__`` beside those of one local folder.
 
     Args:
-        shards: local or remote ones; beside remote ones there may be a ``sizes.json``.
+        shards: local or remote ones.
 
     Returns:
         The number; None where no file says it.
     """
-    if not all(map(is_local, shards)):
-        return _remote_size(shards)
-    paths = [local_path(shard) for shard in shards]
-    folders = sorted({os.path.dirname(path) for path in paths})
-    sizes: dict[str, int] = {}
-    for folder in folders:
-        entries = _read_json(os.path.join(folder, SIZES), dict) or {}
-        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if is_size(size)}
-    if all(path in sizes for path in paths):
-        return sum(sizes[path] for path in paths)
-    size = _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
-    return size if is_size(size) else None
-
-
-def _remote_size(shards: list[str]) -> int | None:
-    if any(scheme(shard) == "pipe" for shard in shards if not is_local(shard)):
-        return None
+    folders: dict[str, list[str]] = {}
+    for shard in map(local_path, shards):
+        folders.setdefault(os.path.dirname(shard), []).append(os.path.basename(shard))
     total = 0
-    for folder, group in groupby(sorted(shards, key=os.path.dirname), key=os.path.dirname):
-        names = [os.path.basename(shard) for shard in group]
-        if is_local(folder):
-            size = recorded_size([os.path.join(folder, name) for name in names])
-        else:
-            content = read_small(f"{folder}/{SIZES}", _LARGEST_SIZES)
-            try:
-                sizes = parse_json(content or b"")
-            except ValueError:  # none, or a page that says so
-                return None
-            known = isinstance(sizes, dict) and all(is_size(sizes.get(name)) for name in names)
-            size = sum(sizes[name] for name in names) if known else None
-        if size is None:
+    for folder, names in folders.items():
+        sizes = _beside(folder, SIZES)
+        if sizes is None and len(folders) == 1:
+            size = _beside(folder, "__len__")
+            return size if _is_size(size) else None
+        if not isinstance(sizes, dict) or not all(_is_size(sizes.get(name)) for name in names):
             return None
-        total += size
+        total += sum(sizes[name] for name in names)
     return total
 
 
-def is_size(value: object) -> bool:
+def _beside(folder: str, name: str) -> Any:
+    """The value in a JSON file of a folder, local or not; None where there is none."""
+    path = os.path.join(folder, name)
+    if is_local(folder):
+        kind = dict if name == SIZES else int
+        if not os.path.exists(path):
+            return None
+        if not isinstance(content := read_json(path), kind):
+            raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
+        return content
+    if is_command(folder) or name != SIZES:
+        return None
+    try:
+        return parse_json(read_small(path, _LARGEST_SIZES) or b"")
+    except ValueError:  # none, or a page that says so
+        return None
+
+
+def _is_size(value: object) -> bool:
     """Whether a recorded number of samples can be one; where it cannot, samples are counted."""
     return type(value) is int and value >= 0
-
-
-def _read_json(path: str, kind: type) -> Any:
-    if not os.path.exists(path):
-        return None
-    content = read_json(path)
-    if not isinstance(content, kind):
-        raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
-    return content

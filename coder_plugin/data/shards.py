@@ -1,19 +1,17 @@
 """WebDataset shards: samples of local tar files by number, remote and compressed ones as a stream.
 
 Fields are those of open_clip and img2dataset: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``, or a list
-``captions`` in ``json``. ``npz`` holds regions instead of a picture (:mod:`coder_plugin.data.regions.shards`); it is not
-read where there are pictures or other arrays.
+``captions`` in ``json``. In samples without a picture ``npz`` holds regions (:mod:`coder_plugin.data.regions.shards`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -29,20 +27,11 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote, is_command
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import check_captions, check_mode, check_negatives
+from coder_plugin.data.source import Numbered, check_captions, check_negatives
 from coder_plugin.data.streams import Stream
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, read_sample, scan, scan_all, state_of
-from coder_plugin.data.tars import (
-    IMAGE_FIELDS,
-    REGIONS,
-    Files,
-    ImageField,
-    has_features,
-    local_path,
-    stream,
-    unreadable,
-)
+from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, Files, Sample, local_path, stream
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
@@ -84,7 +73,9 @@ def open_shards(
     if newline_captions is None:
         newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
     options = Options(caption_key, newline_captions, negatives_key, tuple(metadata))
-    return make_source(shards, spec, options, resampled=resampled)
+    if resampled or not all(is_local(shard) and local_path(shard).endswith(".tar") for shard in shards):
+        return ShardStream(shards, spec, options, resampled=resampled)
+    return LocalShards(shards, spec, options)
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,6 @@ class Options:
     metadata: tuple[str, ...] = ()
 
 
-def make_source(
-    shards: Sequence[str], name: str = "shards", options: Options | None = None, *, resampled: bool = False
-) -> LocalShards | ShardStream:
-    """The source of these shards: any sample at any time of local tar files, else a stream."""
-    if resampled or not all(is_local(shard) and local_path(shard).endswith(".tar") for shard in shards):
-        return ShardStream(shards, name, options or Options(), resampled=resampled)
-    return LocalShards(shards, name, options or Options())
-
-
 class ShardSource:
     """Tar shards: :class:`LocalShards` or a :class:`ShardStream`.
 
@@ -113,98 +95,73 @@ class ShardSource:
         shards: their locations.
         name: for messages.
         options: how their samples are read.
-        labels: the shards' names in the images' keys.
     """
 
-    def __init__(
-        self, shards: Sequence[str], name: str, options: Options, *, labels: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, shards: Sequence[str], name: str, options: Options) -> None:
         self.name, self.options = name, options
-        self._shards, self._labels = list(shards), labels or shard_labels(shards)
-        self.num_shards = len(self._shards)
+        self.shards, self.num_shards = list(shards), len(shards)
+        self._labels = shard_labels(shards)
         self._unread_logged = False
 
-    @property
-    def shards(self) -> list[str]:
-        """The tar files in the order of the argument."""
-        return list(self._shards)
-
-    def _log_unread(self, files: Files) -> None:
+    def log_unread(self, files: Files) -> None:
         """Log, once, the files that are not read."""
         if not self._unread_logged and (unread := str(files)):
             self._unread_logged = True
             level = logging.WARNING if files.lose_samples else logging.INFO
             log.log(level, "%s: files that are not read: %s", self.name, unread)
 
-    def _stream(self, shard: str) -> Iterator[Item]:
-        """The items of a shard that is read from its start to its end."""
-        image, files, stems = ImageField(shard), Files(), set[str]()
-        try:
-            for sample in stream(shard, lambda field: field == REGIONS and image.regions is False, files):
-                apart = sample["__key__"] if sample["__key__"] in stems else ""
-                stems.add(sample["__key__"])
-                yield self.make_item(shard, sample, select_image(image, sample), apart=apart)
-        except CoderError:
-            raise
-        except Exception as exc:
-            unreadable(shard, exc)
-        self._log_unread(files)
-
-    def make_item(self, shard: str, sample: dict[str, Any], field: str, *, apart: str = "") -> Item:
-        """An item of a shard, a bad sample where its files or captions cannot be used.
+    def make_item(self, shard: str, sample: Sample, apart: str = "") -> Item:
+        """The item of a sample, a bad one where its files or captions cannot be used.
 
         Args:
             shard: its location.
-            sample: of :func:`~coder_plugin.data.tars.stream`.
-            field: the image's field; "" if it has none.
+            sample: with its contents; an image may be a place.
             apart: a sample of the shard whose files are not next to each other, for messages.
         """
-        location = f"{self._labels[shard]}/{sample['__key__']}"
+        location, contents = f"{self._labels[shard]}/{sample.key}", sample.contents
+        field = sample.image
         try:
             for name in ("json", "txt", field):
-                if isinstance(fault := sample.get(name), BadSample):
+                if isinstance(fault := contents.get(name), BadSample):
                     raise fault
-            extra = _metadata(sample.get("json"))
-            captions = self._captions(sample, extra)
+            extra = _metadata(contents.get("json"))
+            captions = self._captions(contents, extra)
             if apart and not captions:
                 raise BadSample("caption", f"it has no captions{_APART.format(apart)}")
             captions = list(check_captions(captions))
             listed = None if self.options.negatives_key is None else extra.get(self.options.negatives_key)
             negatives = () if listed is None else check_negatives(listed)
         except BadSample as fault:
-            return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
+            return bad_item(location, fault.with_traceback(None), other_names(sample.key, None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
-        names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        load = partial(_load, field, sample.get(field), shard, apart)
+        names = other_names(sample.key, extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
+        load = partial(_load, field, contents.get(field), shard, apart)
         paths = () if is_command(shard) else (local_path(shard),)
-        member = sample.get("__names__", {}).get(field, f"{sample['__key__']}.{field}") if field else None
         kept = {name: extra.get(name) for name in self.options.metadata}
+        member = sample.names.get(field)
         return Item(key, tuple(captions), load, names, negatives=negatives, paths=paths, member=member, metadata=kept)
 
-    def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
-        captions = extra.get(self.options.caption_key)
-        if isinstance(captions, str):
-            return [captions]
-        if captions is not None and not isinstance(captions, list):
-            raise BadSample("caption", f"{self.options.caption_key!r} in its json field is not a list or a text")
+    def _captions(self, contents: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
+        key = self.options.caption_key
+        captions = extra.get(key)
+        if isinstance(captions, str | list):
+            return [captions] if isinstance(captions, str) else captions
         if captions is not None:
-            return captions
-        if self.options.caption_key != CAPTION_KEY:  # named explicitly: do not fall back to txt
+            raise BadSample("caption", f"{key!r} in its json field is not a list or a text")
+        if key != CAPTION_KEY:  # named explicitly: do not fall back to txt
             keys = ", ".join(map(repr, extra)) or "none"
-            raise BadSample(
-                "caption", f"no {self.options.caption_key!r} in its json field (caption_key); its keys are: {shorten(keys)}"
-            )
-        if "txt" not in sample:
+            raise BadSample("caption", f"no {key!r} in its json field (caption_key); its keys are: {shorten(keys)}")
+        if "txt" not in contents:
             return []
         try:
-            text = sample["txt"].decode("utf-8")
+            text = contents["txt"].decode("utf-8")
         except UnicodeDecodeError:
             raise BadSample("caption", "its txt field is not UTF-8 text") from None
         lines = text.removesuffix("\n").split("\n") if self.options.newline_captions else [text]
         return [line.strip() for line in lines]
 
 
-class LocalShards(ShardSource):
+class LocalShards(ShardSource, Numbered):
     """Tar files on this machine: any sample at any time, at places that are found from headers alone.
 
     Raises:
@@ -226,10 +183,10 @@ class LocalShards(ShardSource):
     @cached_property
     def indexes(self) -> list[TarIndex]:
         """Where the samples of each shard are."""
-        indexes, files = scan_all(self._shards), Files()
+        indexes, files = scan_all(self.shards), Files()
         for index in indexes:
             files.update(index.files)
-        self._log_unread(files)
+        self.log_unread(files)
         return indexes
 
     @property
@@ -251,42 +208,31 @@ class LocalShards(ShardSource):
         return [max(1, len(item.captions)) for _, item in self.items()]
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        if not num_samples and not any(index.images for index in self.indexes):
-            counts: Counter[str] = sum((index.files.counts for index in self.indexes), Counter())
+        counts = sum((index.files.counts for index in self.indexes), Counter[str]())
+        if not num_samples and not any(counts[f".{field}"] for field in IMAGE_FIELDS):
             present = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(8)) or "none"
             raise CoderError(
-                f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards; their files are: {present}"
+                f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {self.num_shards} shards; their files are: {present}"
             )
-        total = self.num_images if check_mode(captions) == "draw" else sum(self.caption_counts)
-        return min(total, num_samples or total)
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """As of :class:`~coder_plugin.data.source.Source`; pictures are read when they are loaded."""
-        for start in range(rank * block, self.num_images, world_size * block):
-            for number in range(start, min(start + block, self.num_images)):
-                yield number, self.item(number)
+        return super().samples(captions, num_samples)
 
     def item(self, index: int) -> Item:
         """The image at a position in all shards; its picture is read when it is loaded."""
-        shard = bisect_right(self._ends, index)
-        return self._item(shard, self.indexes[shard], index - self._ends[shard] + len(self.indexes[shard]))
-
-    def _item(self, number: int, index: TarIndex, sample: int) -> Item:
-        shard = self._shards[number]
-        read = read_sample(shard, index, sample)
-        field = select_image(ImageField(shard, regions=index.regions), read)
-        return self.make_item(shard, read, field, apart=index.apart)
+        number = bisect_right(self._ends, index)
+        places = self.indexes[number]
+        sample = read_sample(self.shards[number], places, index - self._ends[number] + len(places))
+        return self.make_item(self.shards[number], sample, places.apart)
 
     def read_shard(self, number: int) -> Iterator[Item]:
-        """All items of a shard, in order."""
-        every = self.__dict__.get("indexes")  # where only some shards are read, those of the others are not needed
-        index = scan(self._shards[number]) if every is None else every[number]
-        self._log_unread(index.files)
-        return (self._item(number, index, sample) for sample in range(len(index)))
+        """All items of a shard, in order; of the others the headers are not read."""
+        shard = self.shards[number]
+        index = scan(shard)
+        self.log_unread(index.files)
+        return (self.make_item(shard, read_sample(shard, index, sample), index.apart) for sample in range(len(index)))
 
     def digest(self) -> dict[str, Any]:
         """As of :class:`~coder_plugin.data.source.Source`."""
-        states = [(self._labels[shard], *state_of(shard)[1:]) for shard in self._shards]
+        states = [(self._labels[shard], *state_of(shard)[1:]) for shard in self.shards]
         return {"images": self.num_images, "files": hashlib.sha256(repr(states).encode()).hexdigest()}
 
 
@@ -295,35 +241,29 @@ class ShardStream(ShardSource, Stream):
 
     _sizes = ", or a sizes.json beside the shards"
 
-    def __init__(
-        self, shards: Sequence[str], name: str, options: Options, *, labels: Mapping[str, str] | None = None,
-        resampled: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(shards, name, options, labels=labels)
+    def __init__(self, shards: Sequence[str], name: str, options: Options, *, resampled: bool = False) -> None:
+        super().__init__(shards, name, options)
         self.resampled = resampled
 
     @cached_property
     def num_images(self) -> int | None:  # type: ignore[override]
         """From ``sizes.json`` beside the shards; else local shards are read for it. None if it is not known."""
-        size = recorded_size(self._shards)
-        if size is None and all(map(is_local, self._shards)):
+        size = recorded_size(self.shards)
+        if size is None and all(map(is_local, self.shards)):
             return sum(sum(1 for _ in self.read_shard(number)) for number in range(self.num_shards))
         return size
 
     def read_shard(self, number: int) -> Iterator[Item]:
         """All items of a shard, in order."""
-        return self._stream(self._shards[number])
+        shard, files, keys = self.shards[number], Files(), set[str]()
+        for sample in stream(shard, files):
+            yield self.make_item(shard, sample, sample.key if sample.key in keys else "")
+            keys.add(sample.key)
+        self.log_unread(files)
 
     def digest(self) -> dict[str, Any]:
-        return {"files": hashlib.sha256(repr([self._labels[shard] for shard in self._shards]).encode()).hexdigest()}
-
-
-def select_image(image: ImageField, sample: dict[str, Any]) -> str:
-    """The image's field in a sample of which ``npz`` has been read, or is a place."""
-    content, has_regions = sample.get(REGIONS), None
-    if image.regions is None and isinstance(content, bytes | Place):
-        has_regions = has_features(io.BytesIO(content if isinstance(content, bytes) else content.read()))
-    return image.select(sample, has_regions)
+        """As of :class:`~coder_plugin.data.source.Source`: names alone."""
+        return {"files": hashlib.sha256(repr(list(self._labels.values())).encode()).hexdigest()}
 
 
 def _metadata(text: bytes | None) -> dict[str, Any]:

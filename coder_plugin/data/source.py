@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,7 +72,41 @@ def is_stream(source: Any) -> bool:
     return hasattr(inner, "read_shard") and not hasattr(inner, "item")
 
 
-class ItemSource:
+class Numbered:
+    """Base of data sets that give any image at any time: subclasses have ``num_images``, ``caption_counts`` and ``item``."""
+
+    @property
+    def num_images(self) -> int:
+        """The number of images."""
+        raise NotImplementedError
+
+    @property
+    def caption_counts(self) -> Sequence[int]:
+        """The number of captions of each image, at least 1."""
+        raise NotImplementedError
+
+    def item(self, index: int) -> Item:
+        """The image at a position in the data set, from 0."""
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """As of :class:`Indexed`: one group."""
+        return [self.num_images]
+
+    def samples(self, captions: str, num_samples: int | None = None) -> int:
+        """Samples of an epoch over all ranks, at most ``num_samples``."""
+        total = self.num_images if check_mode(captions) == "draw" else sum(self.caption_counts)
+        return min(total, num_samples or total)
+
+    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
+        """As of :class:`Source`; pictures are read when they are loaded."""
+        for start in range(rank * block, self.num_images, world_size * block):
+            for index in range(start, min(start + block, self.num_images)):
+                yield index, self.item(index)
+
+
+class ItemSource(Numbered):
     """A data set whose items (not their pictures) fit in memory: tables, the built-in scenes, any list.
 
     Items without captions, or with an empty one, become bad samples, which are counted where they would be used; so do items
@@ -105,24 +140,14 @@ class ItemSource:
         if all(item.fault is not None for item in self._items):
             first = self._items[0]
             raise CoderError(f"{name}: none of {len(items)} images can be used; image {first.key!r}: {first.fault}")
-        self.caption_counts = [max(1, len(item.captions)) for item in self._items]
 
     @property
     def num_images(self) -> int:
         return len(self._items)
 
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        total = len(self._items) if check_mode(captions) == "draw" else sum(self.caption_counts)
-        return min(total, num_samples or total)
-
-    @property
-    def groups(self) -> list[int]:
-        return [len(self._items)]
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        for start in range(rank * block, len(self._items), world_size * block):
-            for index in range(start, min(start + block, len(self._items))):
-                yield index, self._items[index]
+    @cached_property
+    def caption_counts(self) -> list[int]:
+        return [max(1, len(item.captions)) for item in self._items]
 
     def item(self, index: int) -> Item:
         return self._items[index]
@@ -298,7 +323,7 @@ class Chunk:
     keys: list[str] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
-    learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
+    learned: Any = None  # what tagging computed (concepts.tags.Tags.take), if captions are tagged
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

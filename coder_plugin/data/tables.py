@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,8 @@ from coder_plugin.data.hard_negatives import NEGATIVES
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.source import ItemSource, check_captions, check_negatives
-from coder_plugin.data.table_rows import read_rows
+from coder_plugin.data.table_rows import read_lines, read_rows
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -80,40 +78,32 @@ def open_csv(
     if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
         raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character, not a quote or the end of a line")
     images: dict[str, _Rows] = {}
-    try:
-        with open_regular(spec, newline="", encoding="utf-8-sig") as file:
-            if separator is None:
-                separator = detect_separator(file.readline(1 << 20), (csv_img_key, csv_caption_key))
-                file.seek(0)
-                _note_separator(spec, separator)
-            rows = read_rows(file, separator, csv_img_key, name=spec)
-            _, columns = next(rows, (0, []))
-            needed = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
-            if negatives_key not in (None, NEGATIVES):
-                needed["--csv-negatives-key"] = "hard negatives", str(negatives_key)
-            _check_columns(spec, columns, separator, needed)
-            check_metadata(spec, metadata, columns)
-            for number, row in rows:
-                cells = dict(zip(columns, row, strict=False))
-                path = cells.get(csv_img_key, "")
-                key = path if path.strip() else f"line {number}"
-                image = images.setdefault(key, _Rows({name: cells.get(name) for name in metadata}))
-                try:
-                    if len(row) != len(columns):
-                        raise BadSample("caption", f"it has {len(row)} columns, and the header {len(columns)} columns")
-                    if key != path:
-                        raise BadSample("file", f"it has no image in column {csv_img_key!r}")
-                    image.captions += check_captions((cells[csv_caption_key],))
-                    if negatives_key in cells and cells[negatives_key].strip():
-                        image.negatives |= dict.fromkeys(check_negatives(_json_list(cells[negatives_key])))
-                except BadSample as fault:
-                    image.fault = BadSample(fault.kind, f"line {number}: {fault}")
-    except FileNotFoundError as exc:
-        raise CoderError(f"{spec}: no such file") from exc
-    except UnicodeDecodeError as exc:
-        raise CoderError(f"{spec}: {describe_bytes(spec)}") from exc
-    except OSError as exc:
-        raise CoderError(f"{spec}: cannot be read as a table: {exc.strerror or exc}") from exc
+    lines = read_lines(spec)
+    if separator is None:
+        separator = detect_separator(next(iter(lines), ""), (csv_img_key, csv_caption_key))
+        _note_separator(spec, separator)
+    rows = read_rows(lines, separator, csv_img_key, name=spec)
+    _, columns = next(rows, (0, []))
+    needed = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
+    if negatives_key not in (None, NEGATIVES):
+        needed["--csv-negatives-key"] = "hard negatives", str(negatives_key)
+    _check_columns(spec, columns, separator, needed)
+    check_metadata(spec, metadata, columns)
+    for number, row in rows:
+        cells = dict(zip(columns, row, strict=False))
+        path = cells.get(csv_img_key, "")
+        key = path if path.strip() else f"line {number}"
+        image = images.setdefault(key, _Rows({name: cells.get(name) for name in metadata}))
+        try:
+            if len(row) != len(columns):
+                raise BadSample("caption", f"it has {len(row)} columns, and the header {len(columns)} columns")
+            if key != path:
+                raise BadSample("file", f"it has no image in column {csv_img_key!r}")
+            image.captions += check_captions((cells[csv_caption_key],))
+            if negatives_key in cells and cells[negatives_key].strip():
+                image.negatives |= dict.fromkeys(check_negatives(_json_list(cells[negatives_key])))
+        except BadSample as fault:
+            image.fault = BadSample(fault.kind, f"line {number}: {fault}")
     folder = Path(spec).resolve().parent
     items = []
     for path, image in images.items():
@@ -186,22 +176,6 @@ def detect_separator(header: str, columns: Sequence[str]) -> str:
         return sum(column in present for column in columns), len(present)
 
     return max(_SEPARATORS, key=fit)  # of equals the first: open_clip's tab
-
-
-def describe_bytes(spec: str) -> str:
-    """Where a file stops being UTF-8, and how to convert it."""
-    content, start = Path(spec).read_bytes(), 0
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        start = error.start
-    line, byte = content.count(b"\n", 0, start) + 1, start - content.rfind(b"\n", 0, start)
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
-    output = shlex.quote(str(Path(spec).with_suffix(f".utf8{Path(spec).suffix}")))
-    return (
-        f"line {line}, byte {byte} (0x{content[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
-        f"{encoding} with: iconv -f {encoding} -t utf-8 {shlex.quote(spec)} > {output}"
-    )
 
 
 def open_karpathy(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -14,31 +13,26 @@ import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader
 
 from coder_plugin.data.tars import (
     IMAGE_FIELDS,
-    REGIONS,
     CheckedTarInfo,
     Files,
-    ImageField,
-    add_file,
-    has_features,
-    headers,
+    Sample,
     local_path,
     open_local,
-    too_large,
-    unreadable,
+    open_tar,
+    samples_of,
+    shard_errors,
 )
 from coder_plugin.data.workers import start_worker
-from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 
 log = logging.getLogger(__name__)
@@ -48,7 +42,7 @@ MOST_OPEN = 64
 _WORTH_KEEPING = 1.0
 #: Shards from which on several processes read the headers, and how many.
 _MANY, _PROCESSES = 200, 8
-_FORMAT = 1  # of the file of places
+_FORMAT = 2  # of the file of places
 
 
 @dataclass
@@ -57,16 +51,12 @@ class TarIndex:
 
     Args:
         starts: the place of each sample's first file, and at last where the samples end; in bytes.
-        images: number of samples with an image.
-        regions: whether ``npz`` files are regions; None where it could not be determined.
         changed: when the shard was changed last, in nanoseconds.
         apart: a sample whose files are not next to each other; "" if there is none.
         files: the shard's files.
     """
 
     starts: np.ndarray[Any, np.dtype[np.uint64]]
-    images: int = 0
-    regions: bool | None = None
     changed: int = 0
     apart: str = ""
     files: Files = field(default_factory=Files)
@@ -76,40 +66,22 @@ class TarIndex:
 
 
 def scan(shard: str) -> TarIndex:
-    """The index of a local shard that is not compressed, whose headers are read, and at most a few of its ``npz`` files.
+    """The index of a local shard that is not compressed, of which only headers are read.
 
     Raises:
         CoderError: the tar file is damaged.
     """
-    image, files, starts = ImageField(shard), Files(), array("Q")
-    stem, fields, has_regions, end, images, apart = None, set[str](), None, 0, 0, ""
+    files, starts, keys, apart, end = Files(), array("Q"), set[str](), "", 0
     changed = state_of(shard)[2]
-    stems: set[str] = set()
-    for tar, member in headers(shard):
-        if not isinstance(tar.fileobj, io.BufferedReader):
-            unreadable(shard, ValueError("it is compressed as a whole: name it .tar.gz, or unpack it"))
-        tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-        name = files.add(member)
-        if name is None or (name[1] == REGIONS and image.regions is False):
-            continue
-        if name[0] != stem:
-            if stem is not None:
-                images += bool(image.select(fields, has_regions))
-            if name[1] == REGIONS and image.regions is False:
-                stem = None
-                continue
-            stem, fields, has_regions = name[0], set(), None
-            apart = apart or (stem if stem in stems else "")
-            stems.add(stem)
-            starts.append(member.offset)
-        fields.add(name[1])
-        if name[1] == REGIONS and image.regions is None and too_large(REGIONS, member.size) is None:
-            has_regions = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
-        end = tar.offset  # type: ignore[attr-defined]
-    if stem is not None:
-        images += bool(image.select(fields, has_regions))
+    with open_tar(shard) as tar:
+        for sample in samples_of(tar, files, lambda *_: None):
+            files.add_sample(sample)
+            apart = apart or (sample.key if sample.key in keys else "")
+            keys.add(sample.key)
+            starts.append(sample.start)
+            end = sample.end
     starts.append(end)
-    return TarIndex(np.array(starts, np.uint64), images, image.regions, changed, apart, files)
+    return TarIndex(np.array(starts, np.uint64), changed, apart, files)
 
 
 def scan_all(shards: Sequence[str]) -> list[TarIndex]:
@@ -124,57 +96,35 @@ def scan_all(shards: Sequence[str]) -> list[TarIndex]:
     path = Path(base, "coder_plugin", f"tars-{states}.npz")
     if (kept := _load(path, len(shards))) is not None:
         return kept
-    start, processes = time.monotonic(), 0
+    start = time.monotonic()
     if len(shards) >= _MANY:
-        processes = min(_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         log.info("reading the headers of %s shards", f"{len(shards):,}")
-    tasks: DataLoader[Any] = DataLoader(
-        list(shards),  # type: ignore[arg-type]  # a list is a data set
-        batch_size=None,
-        collate_fn=_scan,  # type: ignore[arg-type]  # without batch_size it receives single items
-        num_workers=processes if processes > 1 else 0,
-        generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
-        worker_init_fn=start_worker,
-    )
-    indexes = []
-    for index in tasks:
-        if isinstance(index, CoderError):
-            raise index
-        indexes.append(index)
+        processes = min(_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        with ProcessPoolExecutor(processes, initializer=start_worker, initargs=(0,)) as pool:
+            indexes = list(pool.map(scan, shards, chunksize=8))
+    else:
+        indexes = list(map(scan, shards))
     if time.monotonic() - start > _WORTH_KEEPING:
         _save(path, indexes)
     return indexes
 
 
-def _scan(shard: str) -> TarIndex | CoderError:
-    try:
-        return scan(shard)
-    except CoderError as error:  # as an object, so that a worker's traceback does not hide its message
-        return CoderError(str(error))
-
-
 def state_of(shard: str) -> tuple[str, int, int]:
     """What tells whether a shard is still the same: its path, size and time."""
     path = os.path.realpath(local_path(shard))
-    try:
+    with shard_errors(shard):
         status = os.stat(path)
-    except OSError as error:
-        unreadable(shard, error)
     return path, status.st_size, status.st_mtime_ns
 
 
 def _save(path: Path, indexes: Sequence[TarIndex]) -> None:
-    notes = [
-        {"images": each.images, "regions": each.regions, "changed": each.changed, "apart": each.apart}
-        | {"counts": each.files.counts, "examples": each.files.examples}
-        for each in indexes
-    ]
+    notes = json.dumps([[each.changed, each.apart, each.files.counts, each.files.examples] for each in indexes])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "wb") as file:
-            lengths = [len(each.starts) for each in indexes]
+            ends = np.cumsum([len(each.starts) for each in indexes])
             starts = np.concatenate([each.starts for each in indexes])
-            np.savez(file, notes=np.frombuffer(json.dumps(notes).encode(), np.uint8), lengths=lengths, starts=starts)
+            np.savez(file, notes=np.frombuffer(notes.encode(), np.uint8), ends=ends, starts=starts)
     except OSError as error:  # a folder that may not be written, a full disk: the next run reads the headers again
         log.info("%s: places of samples are not kept: %s", path, error)
 
@@ -182,17 +132,15 @@ def _save(path: Path, indexes: Sequence[TarIndex]) -> None:
 def _load(path: Path, count: int) -> list[TarIndex] | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            notes, lengths, starts = json.loads(arrays["notes"].tobytes()), arrays["lengths"], arrays["starts"]
-        if not (len(notes) == len(lengths) == count and lengths.sum() == len(starts) and starts.dtype == np.uint64):
+            notes, ends, starts = json.loads(arrays["notes"].tobytes()), arrays["ends"], arrays["starts"]
+        if not (len(notes) == len(ends) == count and ends[-1] == len(starts) and starts.dtype == np.uint64):
             return None
-        indexes = []
-        for note, part in zip(notes, np.split(starts, np.cumsum(lengths)[:-1]), strict=True):
-            files = Files()
-            files.counts, files.examples = Counter(note["counts"]), dict(note["examples"])
-            indexes.append(TarIndex(part, note["images"], note["regions"], note["changed"], note["apart"], files))
+        return [
+            TarIndex(part, changed, apart, Files(Counter(counts), examples))
+            for (changed, apart, counts, examples), part in zip(notes, np.split(starts, ends[:-1]), strict=True)
+        ]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
-    return indexes
 
 
 class _Tar(tarfile.TarFile):
@@ -237,63 +185,33 @@ class Place:
 
     def read(self) -> bytes:
         """The content; ``CoderError`` if the shard is no longer what it was."""
-        try:
+        with shard_errors(self.shard):
             file: Any = _current(self.shard, self.changed).fileobj
             file.seek(self.offset)
             content: bytes = file.read(self.size)
             if len(content) < self.size:
                 raise tarfile.ReadError(f"it ends before byte {self.offset + self.size}: it has changed")
-        except Exception as exc:
-            unreadable(self.shard, exc)
         return content
 
 
-def read_sample(shard: str, index: TarIndex, number: int) -> dict[str, Any]:
-    """A sample of a local shard as of :func:`~coder_plugin.data.tars.stream`, but with a :class:`Place` for each image.
-
-    Args:
-        shard: its location.
-        index: of it.
-        number: the sample's position in it.
+def read_sample(shard: str, index: TarIndex, number: int) -> Sample:
+    """A sample of a local shard by its position; the content of an image is a :class:`Place`.
 
     Raises:
         CoderError: the shard is no longer what it was.
     """
-    try:
-        return _read(shard, index, number)
-    except CoderError:
-        raise
-    except Exception as exc:
-        unreadable(shard, exc)
-
-
-def _read(shard: str, index: TarIndex, number: int) -> dict[str, Any]:
-    tar: Any = _current(shard, index.changed)
     start, end = index.starts[number : number + 2].tolist()
-    tar.offset = start
-    tar.fileobj.seek(start)  # next() seeks too, but not to the file's start
-    files, sample = Files(), dict[str, Any]()
-    while tar.offset < end:
-        member = tar.next()
-        tar.members = []
-        if member is None or member.offset >= end:
-            raise tarfile.ReadError(f"no sample is at byte {start}: it has changed")
-        if (name := files.add(member)) is None:
-            continue
-        stem, name_field = name
-        if sample.setdefault("__key__", stem) != stem:
-            if name_field == REGIONS and index.regions is False:
-                continue  # an archive that is not read, of a sample that has nothing else
-            raise tarfile.ReadError(f"two samples are at byte {start}: it has changed")
-        if name_field == REGIONS and index.regions is False:
-            continue
-        if name_field in IMAGE_FIELDS:
-            content: Any = Place(shard, member.offset_data, member.size, index.changed)
-        else:
-            content = tar.extractfile(member).read() if too_large(name_field, member.size) is None else b""
-        add_file(sample, name_field, member, partial(_same, content))
-    return sample
+    with shard_errors(shard):
+        tar: Any = _current(shard, index.changed)
 
+        def read(name: str, member: tarfile.TarInfo) -> Any:
+            if name in IMAGE_FIELDS:
+                return Place(shard, member.offset_data, member.size, index.changed)
+            return tar.extractfile(member).read()
 
-def _same(content: Any) -> Any:
-    return content
+        tar.offset = start
+        tar.fileobj.seek(start)  # next() seeks too, but not to the file's start
+        samples = list(samples_of(tar, Files(), read, end=end))
+        if len(samples) != 1:
+            raise tarfile.ReadError(f"{len(samples)} samples are at byte {start}: it has changed")
+    return samples[0]

@@ -1,28 +1,28 @@
-"""Tar files of WebDataset: their members, their integrity, and which fields are images."""
+"""Tar files of WebDataset: which of their files belong to which sample, read in order, and their integrity."""
 
 from __future__ import annotations
 
-import io
+import math
 import os
 import re
 import tarfile
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
-from typing import IO, Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import webdataset as wds
 
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import PICTURES
-from coder_plugin.data.regions.base import warn_once
 from coder_plugin.data.remote import open_remote
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.locations import is_local
 
 REGIONS = "npz"
+#: Fields of a sample that may be its image, in the order in which they are looked for.
 IMAGE_FIELDS = (*PICTURES, REGIONS)
 #: Largest files of a sample in bytes: texts, and anything else that is read.
 LARGEST_TEXT, LARGEST_FILE = 16 << 20, 256 << 20
@@ -38,9 +38,10 @@ _HEADERS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _LARGEST_HEADER = 1 << 20
-_NOTE = re.compile(r"__[^/]*__($|/)")  # webdataset's notes on a shard
 _NOT_OCTAL = re.compile(rb"[89]")
+_NOTE = re.compile(r"__[^/]*__($|/)")  # webdataset's notes on a shard
 _EXPANSION = 100, 1 << 30  # a compressed shard may expand so many times, and by so many bytes in any case
+_PACKED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ"  # how files of gzip, bzip2 and xz begin
 #: Kinds of files that are not read because of what they are or how they are called, and what to do about each.
 _LINKS, _DOTS = "links", "with a further dot in the name"
 _ADVICE = {
@@ -98,8 +99,9 @@ class CheckedTarInfo(tarfile.TarInfo):
         return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
 
 
+@dataclass
 class Files:
-    """Counts the files of shards by field, and those that belong to no sample by the reason, with an example of each.
+    """Counts the files of shards by field, and those that are not read by the reason, with an example of each.
 
     Example:
         >>> files = Files()
@@ -109,35 +111,39 @@ class Files:
         "1 with a further dot in the name, such as 'v1.5.jpg' (webdataset ends a sample's name at the first dot); 1 .npy"
     """
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # of the kinds that are not read
 
     def add(self, member: tarfile.TarInfo) -> tuple[str, str] | None:
         """Count a file. Returns the sample and the field (in lower case) that it is; None if it is not read."""
+        if member.isdir() or _NOTE.match(member.name):
+            return None
+        stem, name = wds.tariterators.base_plus_ext(member.name)
+        ending = (name or "").lower()
+        last = ending.rpartition(".")[2]
         if not member.isreg():
-            if not member.isdir() and not _NOTE.match(member.name):
-                self._count(_LINKS if member.islnk() or member.issym() else "special files", member.name)
-            return None
-        if _NOTE.match(member.name):
-            return None
-        stem, field = wds.tariterators.base_plus_ext(member.name)
-        if stem is None:
-            self._count("without an ending", member.name)
-            return None
-        field = field.lower()
-        if field in FIELDS:
-            self.counts[f".{field}"] += 1
-            return stem, field
-        ending = field.rpartition(".")[2]
-        self._count(_DOTS if ending in FIELDS else f".{ending}", member.name)
+            kind = _LINKS if member.islnk() or member.issym() else "special files"
+        elif stem is None:
+            kind = "without an ending"
+        elif ending in FIELDS:
+            self.counts[f".{ending}"] += 1
+            return stem, ending
+        else:
+            kind = _DOTS if last in FIELDS else f".{last}"
+        self.leave_out(kind, member.name)
         return None
 
-    def _count(self, kind: str, name: str) -> None:
+    def leave_out(self, kind: str, name: str) -> None:
+        """Count a file that is not read."""
         if kind not in self.counts and len(self.counts) >= _MOST_KINDS:
             kind = "other files"
         self.counts[kind] += 1
         self.examples.setdefault(kind, name)
+
+    def add_sample(self, sample: Sample) -> None:
+        """Count an archive beside a picture, where other tools store other arrays."""
+        if REGIONS in sample.contents and sample.image != REGIONS:
+            self.leave_out(f".{REGIONS} beside pictures", sample.names[REGIONS])
 
     def update(self, other: Files) -> None:
         """Add what another has counted."""
@@ -151,93 +157,113 @@ class Files:
 
     def __str__(self) -> str:
         shown = []
-        for kind in (*_ADVICE, *sorted(self.examples.keys() - _ADVICE.keys())):
-            if self.counts[kind]:
-                example = "" if kind.startswith(".") else f", such as {self.examples[kind]!r}"
-                advice = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
-                shown.append(f"{self.counts[kind]:,} {kind}{example}{advice}")
+        for kind in sorted(self.examples, key=lambda kind: (kind not in _ADVICE, kind)):
+            example = "" if kind.startswith(".") else f", such as {self.examples[kind]!r}"
+            advice = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
+            shown.append(f"{self.counts[kind]:,} {kind}{example}{advice}")
         return "; ".join(shown)
 
 
-def too_large(field: str, size: int) -> BadSample | None:
-    """The fault of a sample's file of so many bytes; None if it may be read."""
-    most = LARGEST_TEXT if field in _TEXTS else LARGEST_FILE
-    return BadSample("file", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
-
-
-def stream(shard: str, left_out: Callable[[str], bool], files: Files) -> Iterator[dict[str, Any]]:
-    """The samples of a shard, local or not, as webdataset yields them: ``__key__``, and contents by field in lower case.
-
-    A field that is too large (:func:`too_large`) or occurs twice has a ``BadSample`` in place of its content.
+@dataclass
+class Sample:
+    """The files of one sample of a shard.
 
     Args:
-        shard: path, URL or ``pipe:``.
-        left_out: whether a field is not read after all; it is asked after the samples before have been yielded.
-        files: counts the shard's files.
+        key: its name.
+        start, end: where its files are in the shard, in bytes.
+        contents: of its files by field; a ``BadSample`` where a file is too large or occurs twice.
+        names: of its files by field.
     """
-    sample: dict[str, Any] = {}
-    most = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else None
-    with open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
-        for member in tar:
-            tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-            if most is not None and member.offset_data + member.size > most:
-                raise tarfile.ReadError(f"it expands to over {most:,} bytes: a decompression bomb")
-            name = files.add(member)
-            if name is None:
-                continue
-            stem, field = name
-            if sample and stem != sample["__key__"]:
-                yield sample
-                sample = {}
-            if left_out(field):
-                continue
-            sample.setdefault("__key__", stem)
-            add_file(sample, field, member, lambda member=member: tar.extractfile(member).read())  # type: ignore[union-attr,misc]
-    if sample:
+
+    key: str
+    start: int
+    end: int = 0
+    contents: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def image(self) -> str:
+        """The image's field: a picture or, for samples without one, regions; "" if it has none."""
+        return next((name for name in IMAGE_FIELDS if name in self.contents), "")
+
+
+def samples_of(
+    tar: tarfile.TarFile,
+    files: Files,
+    read: Callable[[str, tarfile.TarInfo], Any],
+    *,
+    end: float = math.inf,
+    limit: float = math.inf,
+) -> Iterator[Sample]:
+    """The samples from a tar file's position on, as webdataset divides its files.
+
+    Args:
+        tar: open for reading.
+        files: counts the files.
+        read: ``read(field, header)`` -> the content of a file; called for those that are not too large.
+        end: where to stop, in bytes.
+        limit: bytes that it may have, unpacked.
+    """
+    sample: Sample | None = None
+    archive: Any = tar  # with attributes that are not in the types
+    while archive.offset < end and (member := tar.next()) is not None:
+        archive.members = []  # tarfile keeps every header
+        if member.offset_data + member.size > limit:
+            raise tarfile.ReadError(f"it expands to over {limit:,} bytes: a decompression bomb")
+        if (place := files.add(member)) is None:
+            continue
+        stem, name = place
+        if sample is not None and sample.key != stem:
+            yield sample
+            sample = None
+        if sample is None:
+            sample = Sample(stem, member.offset)
+        most = LARGEST_TEXT if name in _TEXTS else LARGEST_FILE
+        if name in sample.contents:
+            sample.contents[name] = BadSample("file", f"two files .{name}")
+        elif member.size > most:
+            sample.contents[name] = BadSample("file", f"its {name} has {member.size:,} bytes, more than {most:,}")
+        else:
+            sample.contents[name] = read(name, member)
+        sample.names[name], sample.end = member.name, archive.offset
+    if sample is not None:
         yield sample
 
 
-def add_file(sample: dict[str, Any], field: str, member: tarfile.TarInfo, read: Callable[[], Any]) -> None:
-    """Add a file's content to a sample, or a ``BadSample`` in its place."""
-    if member.name != f"{sample.get('__key__')}.{field}":  # in capitals
-        sample.setdefault("__names__", {})[field] = member.name
-    if field in sample:
-        sample[field] = BadSample("file", f"two files .{field}")
-    else:
-        sample[field] = too_large(field, member.size) or read()
+def stream(shard: str, files: Files) -> Iterator[Sample]:
+    """The samples of a shard, local or not, compressed or not, read from its start to its end, with their contents.
 
-
-class ImageField:
-    """Which field of a shard's samples is the image: a picture, or regions in ``npz`` for samples without a picture.
-
-    Other tools store other arrays in ``npz``. They are no regions if the shard's first sample has a picture, or an archive
-    without ``features``; the shard's archives are then not read.
+    Raises:
+        CoderError: it cannot be read, or is damaged.
     """
-
-    def __init__(self, shard: str, regions: bool | None = None) -> None:
-        self._shard = shard
-        self.regions = regions  # None: not yet determined
-
-    def select(self, fields: Collection[str], has_regions: bool | None) -> str:
-        """The image's field in the next sample, "" if it has none.
-
-        While :attr:`regions` is None, ``has_regions`` is the result of :func:`has_features` for the sample's archive.
-        """
-        picture = next((field for field in PICTURES if field in fields), "")
-        if self.regions is None:
-            if picture and has_regions:
-                warn_once(self._shard, f"its samples have pictures and regions ({REGIONS}): the pictures are used")
-            self.regions = False if picture else has_regions
-        return picture or (REGIONS if REGIONS in fields and self.regions is not False else "")
+    limit = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else math.inf
+    with shard_errors(shard), open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
+        for sample in samples_of(tar, files, lambda _, member: tar.extractfile(member).read(), limit=limit):  # type: ignore[union-attr]
+            files.add_sample(sample)
+            yield sample
 
 
-def has_features(file: IO[bytes]) -> bool | None:
-    """Whether an ``npz`` archive has an array ``features``, from its table of contents; None where it is damaged."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return "features.npy" in archive.namelist()
-    except Exception:  # zipfile raises many kinds of errors on damaged files
-        return None
+@contextmanager
+def open_tar(shard: str) -> Iterator[tarfile.TarFile]:
+    """A local shard that is not compressed.
+
+    Raises:
+        CoderError: it is compressed or damaged; any error of the block is one of the shard.
+    """
+    with shard_errors(shard), open_local(shard) as file:
+        if file.read(5).startswith(_PACKED):
+            raise tarfile.ReadError("it is compressed as a whole: name it .tar.gz, or unpack it")
+        file.seek(0)
+        yield tarfile.TarFile(fileobj=file, tarinfo=CheckedTarInfo)
+
+
+def members(shard: str) -> Iterator[tarfile.TarInfo]:
+    """The headers of the files in a local shard; errors as of :func:`open_tar`."""
+    with open_tar(shard) as tar:
+        while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]
+            if member.isreg():
+                yield member
 
 
 def local_path(shard: str) -> str:
@@ -249,41 +275,19 @@ def open_local(shard: str) -> IO[bytes]:
     return open_regular(local_path(shard), "rb")
 
 
-def headers(shard: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The headers in a local shard, which may be compressed, each with the open tar file.
-
-    Raises:
-        CoderError: the tar file is damaged.
-    """
-    try:
-        with open_local(shard) as file, tarfile.open(fileobj=file, tarinfo=CheckedTarInfo) as tar:
-            length = os.path.getsize(local_path(shard))
-            compressed = not isinstance(tar.fileobj, io.BufferedReader)
-            for member in tar:
-                end = member.offset_data + member.size
-                if compressed and end > _EXPANSION[1] and end > _EXPANSION[0] * length:
-                    raise tarfile.ReadError(f"{length:,} bytes expand to over {end:,}: a decompression bomb")
-                yield tar, member
-    except CoderError:
-        raise
-    except Exception as exc:
-        unreadable(shard, exc)
-
-
-def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
-    """The files in a local shard as (tar file, sample, field, header), from headers alone; errors as of :func:`headers`."""
-    for tar, member in headers(shard):
-        stem, field = wds.tariterators.base_plus_ext(member.name)
-        if member.isreg() and stem is not None:
-            yield tar, stem, field.lower(), member
-
-
 def open_shard(shard: str) -> AbstractContextManager[IO[bytes]]:
     """A context with the content of a shard, local or not, readable from its start to its end."""
     return open_local(shard) if is_local(shard) else open_remote(shard)
 
 
-def unreadable(shard: str, exc: Exception) -> NoReturn:
-    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc.args[0] if exc.args else exc)
-    reason = " ".join(reason.split()) or type(exc).__name__
-    raise CoderError(f"shard {shard!r} cannot be read: {reason}") from exc
+@contextmanager
+def shard_errors(shard: str) -> Iterator[None]:
+    """Turn any error into a ``CoderError`` that names the shard."""
+    try:
+        yield
+    except CoderError:
+        raise
+    except Exception as exc:  # tarfile and the decompressors raise many kinds
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc.args[0] if exc.args else exc)
+        reason = " ".join(reason.split()) or type(exc).__name__
+        raise CoderError(f"shard {shard!r} cannot be read: {reason}") from exc

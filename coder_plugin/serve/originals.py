@@ -5,7 +5,6 @@ Somebody else may have written the index: a path counts after its links are foll
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +118,7 @@ class Originals:
 
 @lru_cache(maxsize=8)
 def _members(path: str, changed: int, length: int) -> Mapping[str, tuple[int, int]]:
-    """Where the files in a tar file begin, and their sizes; none of a compressed one, which has no such places.
+    """Where the files in a tar file begin, and their sizes.
 
     Args:
         path: of the tar file.
@@ -127,10 +126,7 @@ def _members(path: str, changed: int, length: int) -> Mapping[str, tuple[int, in
         length: in bytes, so that a tar file that has changed is read again.
     """
     places = {}
-    for tar, _, _, member in members(path):
-        tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-        if not isinstance(tar.fileobj, io.BufferedReader):
-            return {}
+    for member in members(path):
         places[member.name] = (member.offset_data, member.size)
         if len(places) > _MOST_MEMBERS:
             raise CoderError(f"{path} has over {_MOST_MEMBERS:,} files")

@@ -35,7 +35,8 @@ from coder_plugin.data.item import UNKNOWN_IMAGE, Item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.shard_lists import shard_labels
 from coder_plugin.data.source import check_negatives
-from coder_plugin.data.tables import describe_bytes, detect_separator
+from coder_plugin.data.table_rows import describe_bytes
+from coder_plugin.data.tables import detect_separator
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.noise.positives import Positives

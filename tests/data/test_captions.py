@@ -210,15 +210,15 @@ def test_caps_other_lines_are_left_as_they_are(tmp_path, line):
 @pytest.mark.parametrize(
     "captions, ids, words",
     [
-        (["a", "", "c", " \t"], None, ["train_caps.txt: empty captions: 2, the first: line 2"]),
-        (["b''"], None, ["empty captions: 1, the first: line 1"]),
-        (["a", r"b'\xff'"], None, ["bytes that are not UTF-8: 1, the first: line 2"]),
+        (["a", "", "c", " \t"], None, ["train_caps.txt: line 2 is empty"]),
+        (["b''"], None, ["line 1 is empty"]),
+        (["a", r"b'\xff'"], None, ["line 2 is not UTF-8 text"]),
         (["a"] * 7, None, ["7 captions", "captions_per_image=5"]),
         (["a"] * 7, [1, 2, 3], ["7 captions", "3 ids in train_ids.txt"]),
         (["a"] * 2, [], ["2 captions", "0 ids"]),
         (["a"] * 2, [1, 2, 3], ["2 captions", "3 ids"]),
         (["a"] * 6, [1, 2, 1], ["train_ids.txt: ids of two or more images: 1, the first: '1'"]),
-        (["a"] * 2, [1, ""], ["train_ids.txt: lines without an id: 1, the first: line 2"]),
+        (["a"] * 2, [1, ""], ["train_ids.txt: line 2 is empty"]),
         ([], None, ["no images"]),
     ],
 )
@@ -230,7 +230,7 @@ def test_caps_faults(tmp_path, captions, ids, words):
 def test_caps_absent_not_text_or_a_number_of_captions_that_cannot_be(tmp_path):
     assert "absent_caps.txt" in fault(open_caps, str(tmp_path / "absent_caps.txt"))
     (tmp_path / "x_caps.txt").write_bytes(b"\xff\xfe\n")
-    assert "x_caps.txt: cannot be read" in fault(open_caps, str(tmp_path / "x_caps.txt"))
+    assert "x_caps.txt: line 1 is not UTF-8 text" in fault(open_caps, str(tmp_path / "x_caps.txt"))
     assert "captions_per_image=0" in fault(open_caps, caps(tmp_path, ["a"]), captions_per_image=0)
 
 

@@ -19,7 +19,7 @@ from coder_plugin.data import loader as module
 from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item, stable_hash
-from coder_plugin.data.loader import TrainLoader, evaluation_batches
+from coder_plugin.data.loader import TrainLoader, epoch_order, evaluation_batches
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
@@ -353,6 +353,16 @@ def test_bad_images_before_an_interruption_still_count(tmp_path):
     assert "10 of 43" in fault(lambda: list(loader(source, max_bad_samples=0.009).epoch(0, position)))
     list(resumed.epoch(1))  # another pass
     assert resumed.bad.state() == {"read": 43, "kinds": {"picture": 10}}
+
+
+def test_samples_after_the_last_batch_are_counted_at_the_end_and_are_not_of_its_position():
+    order = epoch_order([8], seed=7, epoch=0).tolist()
+    items = [Item(f"{n}", (f"{n} 0",), partial(load_number, n, n in (order[4], order[7]))) for n in range(8)]
+    made = TrainLoader(ItemSource(items), batch_size=5, transform=regions_transform, tokenizer=tokenizer, seed=7)
+    (batch,) = made.epoch(0)
+    assert batch["text"][:, 0].tolist() == [*order[:4], order[5]]
+    assert made.position()["read"] == [6] and made.position()["bad"] == {"read": 6, "kinds": {"picture": 1}}
+    assert made.bad.state() == {"read": 8, "kinds": {"picture": 2}}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -160,7 +160,7 @@ TABLES = {
     "key,negative\na.jpg,a cat\n": "no column 'key' and 'negative'; its columns, separated by tabs, are: 'key,negative'",
     "": "no column 'key' and 'negative'; its columns, separated by tabs, are: none: its first line is empty",
     "key\tnegative\n": "it has no row",
-    "key\tnegative\na.jpg\t\xff\n": "cannot be read as a table of hard negatives: 'utf-8' codec can't decode",
+    "key\tnegative\na.jpg\t\xff\n": "line 2, byte 7 (0xff) is not UTF-8: convert the file",
 }
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.shard_lists import expand
-from coder_plugin.data.shards import LocalShards, ShardSource, open_shards
+from coder_plugin.data.shards import LocalShards, open_shards
 from coder_plugin.data.tar_index import Place, scan
 from coder_plugin.errors import CoderError
 
@@ -174,53 +174,31 @@ def npz(**arrays: np.ndarray) -> bytes:
 FOREIGN, REGIONS = npz(embedding=np.ones(4)), npz(features=np.ones((2, 3)))
 
 
-def read_with_npz(monkeypatch, spec: str) -> tuple[list[Any], int]:
-    """The items of a shard, and how many of its samples had their ``npz`` read into memory."""
-    read: list[bool] = []
-    real = ShardSource.make_item
-    record = lambda *args, **kwargs: (read.append("npz" in args[2]), real(*args, **kwargs))[1]  # noqa: E731
-    monkeypatch.setattr(ShardSource, "make_item", record)
-    return [item for _, item in open_shards(spec).items()], sum(read)
+streams = pytest.mark.parametrize("stream", [False, True])
 
 
 @pytest.mark.parametrize("first", ["npz", "png"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_npz_beside_pictures_is_left_unread(tmp_path, monkeypatch, first, stream):
+@streams
+def test_npz_beside_pictures_is_not_read_and_counted(tmp_path, caplog, first, stream):
+    caplog.set_level("INFO")
     rows = [sample(n, npz=FOREIGN) for n in range(9)]
     if first == "npz":
         rows = [(key, dict(reversed(fields.items()))) for key, fields in rows]
     shard = write_tar(tmp_path / "s.tar", rows)
-    items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
-    assert [item.load().getpixel((0, 0))[0] for item in items] == list(range(9))
-    assert read <= 2 and scan(shard).images == 9
+    data = open_shards(f"pipe:cat {shard}" if stream else shard)
+    assert [item.load().getpixel((0, 0))[0] for _, item in data.items()] == list(range(9))
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["9 .npz beside pictures"]
 
 
-def test_npz_of_other_arrays_is_no_image(tmp_path, monkeypatch):
-    rows = [(f"{n}", {"txt": b"x", "npz": FOREIGN}) for n in range(9)] + [("9", {"txt": b"x", "png": png()})]
-    items, read = read_with_npz(monkeypatch, shard := write_tar(tmp_path / "s.tar", rows))
-    assert read <= 2 and scan(shard).images == 1
-    with pytest.raises(ValueError, match="no field jpg"):
-        items[0].load()
-    items[9].load()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_npz_of_regions_is_an_image_where_there_is_no_picture(tmp_path, monkeypatch, stream):
-    rows = [("0", {"txt": b"x", "npz": b"damaged"})] + [(f"{n}", {"npz": REGIONS, "txt": b"x"}) for n in range(1, 9)]
-    shard = write_tar(tmp_path / "s.tar", rows)
-    items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
-    assert read == 9 and scan(shard).images == 9 and items[8].load().features.shape == (2, 3)
-    with pytest.raises(ValueError, match="not an .npz"):
-        items[0].load()
-
-
-def test_pictures_that_hide_regions_are_told_of(tmp_path, caplog):
-    shard = write_tar(tmp_path / "s.tar", [sample(n, npz=REGIONS) for n in range(3)])
-    assert open_shards(shard).num_images == 3
-    assert [item.load().size for _, item in open_shards(shard).items()] == [(4, 4)] * 3
-    assert [record.message for record in caplog.records] == [
-        f"{shard}: its samples have pictures and regions (npz): the pictures are used"
-    ]
+@streams
+def test_npz_is_an_image_of_regions_where_there_is_no_picture(tmp_path, stream):
+    rows = [(f"{n}", {"npz": content, "txt": b"x"}) for n, content in enumerate([b"damaged", REGIONS, FOREIGN])]
+    shard = write_tar(tmp_path / "s.tar", [*rows, ("9", {"txt": b"x", "png": png()})])
+    items = [item for _, item in open_shards(f"pipe:cat {shard}" if stream else shard).items()]
+    assert items[1].load().features.shape == (2, 3) and items[3].load().size == (4, 4)
+    for item, words in ((items[0], "not an .npz"), (items[2], "no features: none of x, features, feat among embedding")):
+        with pytest.raises(BadSample, match=words):
+            item.load()
 
 
 # CLIP_benchmark's folders
@@ -337,6 +315,8 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     assert open_shards(str(tmp_path / "s*.tar")).num_images == 43
     again = lambda: open_shards(str(tmp_path / "s*.tar"), resampled=True)  # noqa: E731
     assert again().num_images == 50
+    (tmp_path / "sizes.json").write_text(json.dumps({f"s{n}.tar": 10 - 20 * (n == 3) for n in range(5)}))
+    assert again().num_images == 43  # no number of samples is negative
     (tmp_path / "sizes.json").unlink()
     (tmp_path / "__len__").write_text("41")
     assert again().num_images == 41

@@ -16,7 +16,7 @@ from coder_plugin.data.table_rows import read_rows
 
 
 def rows(text: str, separator: str = "\t", image: str = "filepath") -> list[tuple[int, list[str]]]:
-    return list(read_rows(io.StringIO(text, newline=""), separator, image))
+    return list(read_rows(list(io.StringIO(text, newline="")), separator, image))
 
 
 def table(count: int, quoted: dict[int, str], separator: str = "\t", *, name: str = "{}.jpg") -> str:

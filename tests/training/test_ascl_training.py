@@ -140,7 +140,7 @@ def test_flags_set_the_recipe_and_go_into_the_plan(tmp_path, made, capsys):  # n
 
 
 def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, made, capsys, caplog):  # noqa: F811
-    from coder_plugin.data.regions.precomp import PRECOMP
+    from coder_plugin.data.regions.shards import write
 
     folder = tmp_path / "data"
     for split in ("train", "dev"):
@@ -148,8 +148,8 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
             record._replace(regions=Regions(record.regions.features, None, None, record.regions.features.mean(0)[:7]))
             for record in region_data.records(split)
         )
-        PRECOMP.write(str(folder), records, split=split)
-    given = {"train_data": str(folder), "val_data": str(folder), "epochs": 1, "val_frequency": 1}
+        write(str(folder), records, split=split)
+    given = {"train_data": f"{folder}/train-*.tar", "val_data": f"{folder}/dev-*.tar", "epochs": 1, "val_frequency": 1}
     trainer = Trainer.from_config(config(made, tmp_path, "whole", loss=FUSED, **given))
     assert trainer.model.options.global_dim == 7
     assert make_plan(trainer)["notes"] == {}

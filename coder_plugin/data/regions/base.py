@@ -116,10 +116,6 @@ class Entry(NamedTuple):
 #: it holds are its attribute ``captions``, names to tuples of texts.
 RegionFile = Mapping[str, Regions]
 
-#: What a record may carry besides its name, features and boxes.
-PARTS = ("captions", "global_feature", "extras")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RegionFormat:
     """One file layout: an entry point of the group ``coder_plugin.regions``.
@@ -133,9 +129,9 @@ class RegionFormat:
         read: ``read(path)`` -> iterator of :class:`Entry`, every image once, for layouts that are only converted. An image
             that the file lists and lacks is a ``CoderError``.
         write: ``write(path, records, *, split)`` -> number of records written; None for layouts that are not written. It
-            takes any iterable of :class:`Record`, holds one record at a time, and leaves no partial file when it fails.
+            takes any iterable of :class:`Record`, holds one record at a time, and refuses what it cannot store; when it fails
+            it leaves no partial file.
         splits: ``splits(path)`` -> the splits that a path holds, for layouts with splits.
-        keeps: which of :data:`PARTS` the layout stores.
     """
 
     matches: Callable[[str], bool]
@@ -143,7 +139,6 @@ class RegionFormat:
     read: Callable[[str], Iterator[Entry]] | None = None
     write: Callable[..., int] | None = None
     splits: Callable[[str], Sequence[str]] | None = None
-    keeps: tuple[str, ...] = PARTS
 
 
 @contextmanager

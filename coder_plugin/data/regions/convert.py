@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coder_plugin.data.source import Source
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Report:
     """What a conversion wrote and left out.
 
@@ -30,13 +30,13 @@ class Report:
         damaged: images whose entry in the file cannot be read, and why.
     """
 
-    images: int
-    captions: int
     from_kind: str
     to_kind: str
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    damaged: tuple[tuple[str, str], ...] = ()
+    images: int = 0
+    captions: int = 0
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.images} images with {self.captions} captions written, {self.from_kind} to {self.to_kind}"]
@@ -87,29 +87,26 @@ def convert(
     layout: RegionFormat = load("regions", to_kind)
     if layout.write is None:
         raise CoderError(f"{destination}: layout {to_kind} is only read; write shards or precomp")
+    report = Report(from_kind=from_kind, to_kind=to_kind)
     file, entries = _open(source, load("regions", from_kind), split)
     wanted: dict[str, tuple[str, tuple[str, ...]]] = {}  # names in the file to keys and captions
-    missing: tuple[str, ...] = ()
     if captions is not None:
         listed = dict.fromkeys(entry.name for entry in entries()) if file is None else file
-        wanted, missing = _join(listed, captions)
-        if missing and not missing_ok:
+        wanted, report.missing = _join(listed, captions)
+        if report.missing and not missing_ok:
             raise CoderError(
-                f"{source}: {len(missing)} of {len(wanted) + len(missing)} images of {captions.name} have no regions there, "
-                f"such as {examples(missing)}; allow missing images (--missing-ok) to leave them out"
+                f"{source}: {len(report.missing)} of {len(wanted) + len(report.missing)} images of {captions.name} have no "
+                f"regions there, such as {examples(report.missing)}; allow missing images (--missing-ok) to leave them out"
             )
-    unused: list[str] = []
-    damaged: list[tuple[str, str]] = []
-    read = written = 0
-    total = None if file is None else len(file)
+    read = 0
 
     def records() -> Generator[Record, None, None]:
-        nonlocal read, written
-        for entry in track(entries(), total, what="images", shown=progress):
+        nonlocal read
+        for entry in track(entries(), None if file is None else len(file), what="images", shown=progress):
             read += 1
             name, texts = wanted.get(entry.name, ("", ())) if captions is not None else (entry.name, entry.captions)
             if not name:
-                unused.append(entry.name)
+                report.unused.append(entry.name)
                 continue
             image = f"{source}: image {entry.name!r}"
             try:
@@ -121,38 +118,21 @@ def convert(
                 if not missing_ok:
                     raise CoderError(f"{image}: {reason}; --missing-ok leaves damaged images out") from exc
                 log.warning("left out: %s: %s", image, reason)
-                damaged.append((name, reason))
+                report.damaged.append((name, reason))
                 continue
-            if not extras:
-                regions = replace(regions, extras={})
-            if regions.extras and "extras" not in layout.keeps:
-                arrays = ", ".join(sorted(regions.extras))
-                raise CoderError(
-                    f"{image} has further arrays ({arrays}), which {to_kind} cannot store: drop them with --without-extras"
-                )
-            if regions.global_feature is not None and "global_feature" not in layout.keeps:
-                raise CoderError(f"{image} has a feature of the whole image, which {to_kind} cannot store")
             texts = tuple(texts[:captions_per_image])
-            written += len(texts)
-            yield Record(name, regions, texts)
+            report.captions += len(texts)
+            yield Record(name, regions if extras else replace(regions, extras={}), texts)
 
     stream = records()
     try:
-        images = layout.write(destination, stream, split=to_split or split)
+        report.images = layout.write(destination, stream, split=to_split or split)
     finally:
         stream.close()
-    if images + len(unused) + len(damaged) != read:
-        left = len(unused) + len(damaged)
-        raise CoderError(f"{destination}: {images} images were written of {read} read and {left} left out: delete it")
-    return Report(
-        images=images,
-        captions=written,
-        from_kind=from_kind,
-        to_kind=to_kind,
-        missing=missing,
-        unused=tuple(unused),
-        damaged=tuple(damaged),
-    )
+    left = len(report.unused) + len(report.damaged)
+    if report.images + left != read:
+        raise CoderError(f"{destination}: {report.images} images were written of {read} read and {left} left out: delete it")
+    return report
 
 
 def _open(
@@ -181,7 +161,7 @@ def _fail(reason: str) -> NoReturn:
 
 def _join(
     regions: Mapping[str, Any], captions: Source
-) -> tuple[dict[str, tuple[str, tuple[str, ...]]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[str, tuple[str, ...]]], list[str]]:
     """The file's names of captioned images, to their keys and captions; and the keys of the images without regions."""
     listed = [item for _, item in captions.items()]
     items = [without_image(item) for item in listed if item.fault is None]
@@ -192,4 +172,4 @@ def _join(
     wanted: dict[str, tuple[str, tuple[str, ...]]] = {
         resolve(matches[item.key]): (item.key, item.captions) for item in items if item.key in matches
     }
-    return wanted, tuple(item.key for item in items if item.key not in matches)
+    return wanted, [item.key for item in items if item.key not in matches]

@@ -6,17 +6,15 @@
 ``pos_boxes``         [N, 2], for [S, R]: an image's first row and the one after its last
 ``spatial_features``  [N, L, 6] or [S, 6]: the boxes as fractions, then their widths and heights
 ``image_ids``         [N] names or numbers, also called ``ids`` or ``image_id``
-``image_size``        [N, 2] width and height (an addition of ours)
-``whole``             [N, G] a feature of the whole image (ours)
 ====================  =============================================================================================
 
-N images, L regions of an image, S regions of all images, R channels, G channels of the whole image.
+N images, L regions of an image, S regions of all images, R channels.
 
 The field's files keep the images' names in pickles (``NAME_imgid2idx.pkl``), which are never unpickled: save their content as
 ``NAME_ids.json`` (names to rows, or a list of names) in the folder of ``NAME.hdf5``.
 
-Boxes are in pixels where ``image_size`` is present, and fractions where ``image_bb`` has an attribute ``units`` of that value.
-With neither, the fractions come from ``spatial_features``; without those the boxes are left out with a warning.
+Boxes are those of ``spatial_features``. Without them they are left out with a warning, since ``image_bb`` is in pixels, and
+the sizes of the images are not in the file.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
 
 _IDS = ("image_ids", "ids", "image_id")
-_DATASETS = ("image_features", "image_bb", "pos_boxes", "spatial_features", "image_size", "whole", *_IDS)
+_DATASETS = ("image_features", "image_bb", "pos_boxes", "spatial_features", *_IDS)
 
 
 def read(path: str) -> Iterator[Entry]:
@@ -51,9 +49,10 @@ def read(path: str) -> Iterator[Entry]:
             data = {name: _dataset(path, file, name) for name in _DATASETS if name in file.keys()}  # noqa: SIM118
             places = _places(path, data)
             names = _names(path, data, len(places))
-            boxes = _boxes(path, data)
-            for row, name in enumerate(names):
-                yield Entry(name, partial(_load, data, row, places[row], boxes))
+            if "image_bb" in data and "spatial_features" not in data:
+                warn_once(path, "boxes are left out: without spatial_features or the images' sizes their unit is unknown")
+            for place, name in zip(places, names, strict=True):
+                yield Entry(name, partial(_load, data, place))
     except (OSError, RuntimeError, KeyError, UnicodeDecodeError) as exc:
         raise CoderError(f"{path}: cannot be read as HDF5 (truncated, or another kind of file): {exc}") from exc
 
@@ -90,12 +89,9 @@ def _places(path: str, data: dict[str, Any]) -> list[Any]:
         if (listed := int(np.diff(ends).sum())) != shape[0]:
             raise CoderError(f"{path}: pos_boxes lists {listed} regions, but image_features has {shape[0]}")
         places = [slice(*each) for each in ends.tolist()]
-    lengths = {"image_bb": (*shape[:-1], 4), "spatial_features": (*shape[:-1], 6), "image_size": (len(places), 2)}
-    if "whole" in data:
-        lengths["whole"] = (len(places), *data["whole"].shape[1:2])
-    for name, expected in lengths.items():
-        if name in data and data[name].shape != expected:
-            raise CoderError(f"{path}: {name} has shape {list(data[name].shape)}, not {list(expected)}")
+    for name, width in (("image_bb", 4), ("spatial_features", 6)):
+        if name in data and data[name].shape != (*shape[:-1], width):
+            raise CoderError(f"{path}: {name} has shape {list(data[name].shape)}, not {[*shape[:-1], width]}")
     return places
 
 
@@ -104,22 +100,6 @@ def _all(path: str, data: dict[str, Any], name: str) -> np.ndarray:
     if data[name].nbytes > (1 << 20) + 100 * data[name].id.get_storage_size():
         raise CoderError(f"{path}: {name} has shape {list(data[name].shape)}, but the file stores almost none of it")
     return data[name][()]  # type: ignore[no-any-return]
-
-
-def _boxes(path: str, data: dict[str, Any]) -> str | None:
-    """``pixels``, ``fractions`` or ``spatial`` (see the module's text); None where boxes cannot be used."""
-    units = data["image_bb"].attrs.get("units") if "image_bb" in data else None
-    units = units.decode() if isinstance(units, bytes) else units
-    if units not in (None, "pixels", "fractions"):
-        raise CoderError(f"{path}: the attribute units of image_bb is {units!r}; it may be pixels or fractions")
-    if units == "fractions" or "image_bb" in data and "image_size" in data:
-        return units or "pixels"
-    if "spatial_features" in data:
-        return "spatial"
-    if "image_bb" in data:
-        advice = "add a dataset image_size [images, 2], or an attribute units = fractions to image_bb"
-        warn_once(path, f"boxes are left out, since their unit is unknown: {advice}")
-    return None
 
 
 def _names(path: str, data: dict[str, Any], count: int) -> list[str]:
@@ -146,22 +126,16 @@ def _names(path: str, data: dict[str, Any], count: int) -> list[str]:
     return list(map(str, listed))
 
 
-def _load(data: dict[str, Any], row: int, place: Any, boxes_from: str | None) -> Regions:
+def _load(data: dict[str, Any], place: Any) -> Regions:
     features = data["image_features"]
     length = features.shape[1] if features.ndim == 3 else place.stop - place.start
     if (size := length * features.shape[-1] * features.dtype.itemsize) > LARGEST_ARRAYS:
         raise ValueError(f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
     try:
-        boxes, sides = None, (1.0, 1.0)
-        if boxes_from is not None:
-            boxes = data["spatial_features" if boxes_from == "spatial" else "image_bb"][place][:, :4].astype(np.float32)
-        if boxes_from == "pixels":
-            width, height = data["image_size"][row].tolist()
-            sides = float(width), float(height)
-        whole = data["whole"][row] if "whole" in data else None
-        return Regions(native(features[place]), boxes, sides, whole)
+        boxes = data["spatial_features"][place][:, :4].astype(np.float32) if "spatial_features" in data else None
+        return Regions(native(features[place]), boxes)
     except (OSError, RuntimeError, KeyError, TypeError) as exc:
-        raise ValueError(f"HDF5 cannot read row {row}: {exc}") from exc
+        raise ValueError(f"HDF5 cannot read it: {exc}") from exc
 
 
 def matches(path: str) -> bool:

@@ -4,8 +4,6 @@ A split is ``{split}_ims.npy`` [N, L, R], ``{split}_caps.txt`` (a caption a line
 ``{split}_ids.txt`` (a line for each row of ``ims`` or each caption: COCO's numbers, Flickr30K's positions in Karpathy's list,
 or any names). Optional are
 - CAMERA's ``{split}_boxes.npy`` [N, L, 4] and ``{split}_img_sizes.npy`` [N, 2]: pixels, and (width, height) in pixels,
-- our ``{split}_counts.npy`` [N], how many of the L rows are regions (the others are padding), and
-  ``{split}_whole.npy`` [N, G], features of the whole images,
 - VSE∞'s ``id_mapping.json``, in this folder or its parent: the file names of the ids.
 
 The arrays are mapped to memory: a row is read from the disk when it is used, and processes share the operating system's cache.
@@ -74,18 +72,14 @@ class PrecompFile(Mapping[str, Regions]):
         self.split = _split(self.folder, split)
         self._ims = _map(self.path("ims.npy"), "f", 3)
         self.files = (self.path("ims.npy"),)
-        lines, ids = lines_of(self.path("caps.txt")), lines_of(self.path("ids.txt"))
+        texts = map(self.path, ("caps.txt", "ids.txt"))
+        lines, ids = (lines_of(text) if os.path.exists(text) else None for text in texts)
         self._repeat = self._rows_per_image(lines, ids)
         number = len(self._ims) // self._repeat
-        regions = self._ims.shape[1]
-        self._boxes, self._sizes = self._optional("boxes.npy", (regions, 4)), self._optional("img_sizes.npy", (2,))
-        self._counts, self._whole = self._optional("counts.npy", (), "iu"), self._optional("whole.npy", (None,))
+        self._boxes, self._sizes = self._optional("boxes.npy", (self._ims.shape[1], 4)), self._optional("img_sizes.npy", (2,))
         if (self._boxes is None) != (self._sizes is None):
             present, missing = ("boxes", "img_sizes") if self._sizes is None else ("img_sizes", "boxes")
             raise CoderError(f"{self.path(present + '.npy')}: needs {self.path(missing + '.npy')}, which is missing")
-        if self._counts is not None and len(wrong := np.flatnonzero((self._counts < 1) | (self._counts > regions))):
-            found = f"number {wrong[0]} is {self._counts[wrong[0]]}"
-            raise CoderError(f"{self.path('counts.npy')}: {found}; counts must be 1 to {regions}")
         self.ids = None if ids is None else self._one_each(ids, number)
         self._row_of = self._find_rows(number)
         each = len(lines or ()) // number
@@ -114,13 +108,12 @@ class PrecompFile(Mapping[str, Regions]):
 
     def read(self, row: int) -> Regions:
         """The regions of an image by its number in the split; ``BadSample`` where they are damaged."""
-        features = self._ims[row * self._repeat]
-        count = len(features) if self._counts is None else int(self._row(self._counts, row))
+        boxes, size = None, (1.0, 1.0)
+        if self._boxes is not None and self._sizes is not None:
+            boxes, (width, height) = self._row(self._boxes, row).astype(np.float32), self._row(self._sizes, row)
+            size = float(width), float(height)
         with entry_errors(self.path("ims.npy"), self._names[row]):
-            boxes = None if self._boxes is None else self._row(self._boxes, row)[:count].astype(np.float32)
-            width, height = (1.0, 1.0) if self._sizes is None else map(float, self._row(self._sizes, row))
-            whole = None if self._whole is None else self._row(self._whole, row)
-            return Regions(features[:count], boxes, (width, height), whole)
+            return Regions(self._ims[row * self._repeat], boxes, size)
 
     def resolve(self, name: str) -> str:
         """The name that the file lists an image by, from any name that finds it."""
@@ -147,16 +140,15 @@ class PrecompFile(Mapping[str, Regions]):
             raise CoderError(f"{self.path('ids.txt')}: {by_ids} lines each name one image, but their rows in ims.npy differ")
         return by_ids
 
-    def _optional(self, ending: str, shape: tuple[int | None, ...], kinds: str = "iuf") -> np.ndarray | None:
+    def _optional(self, ending: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """An array of one row of this shape for each image, or for each row of ``ims.npy``."""
-        path = self.path(ending)
+        path, rows = self.path(ending), len(self._ims)
         if not os.path.exists(path):
             return None
-        array = _map(path, kinds, len(shape) + 1)
-        rows = len(self._ims)
+        array = _map(path, "iuf", len(shape) + 1)
         if len(array) not in (rows, rows // self._repeat):
             raise CoderError(f"{path}: {len(array)} rows, but {rows} in {self.split}_ims.npy")
-        if any(expected not in (None, length) for expected, length in zip(shape, array.shape[1:], strict=True)):
+        if array.shape[1:] != shape:
             raise CoderError(f"{path}: has shape {list(array.shape)}; it must be {[len(array), *shape]}")
         return array
 
@@ -263,12 +255,11 @@ def _map(path: str, kinds: str, ndim: int) -> np.ndarray:
         if "mmap length" in reason:
             reason = f"truncated: its {os.path.getsize(path):,} bytes are fewer than its header requires; copy it again"
         raise CoderError(f"{path}: cannot be read as a .npy file: {reason}") from exc
-    allowed = {"f": "floating point", "iu": "whole numbers", "iuf": "numbers"}[kinds]
     if array.dtype.kind not in kinds:
-        raise CoderError(f"{path}: holds {array.dtype}; it must be {allowed}")
+        raise CoderError(f"{path}: holds {array.dtype}; it must be {'floating point' if kinds == 'f' else 'numbers'}")
     if array.ndim != ndim or not array.size:
         raise CoderError(f"{path}: has shape {list(array.shape)}; it must have {ndim} dimensions, none of them empty")
     return array.view(np.ndarray)
 
 
-PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches, splits=splits, keeps=("captions", "global_feature"))
+PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches, splits=splits)

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular, read_json
@@ -14,10 +15,12 @@ from coder_plugin.files import open_regular, read_json
 _BYTES = re.compile(r"""b(?:'(?:(?![\\'])[ -~]|\\[\\'tnr]|\\x[0-9a-f]{2})*'|"(?:(?![\\"])[ -~]|\\[\\tnr]|\\x[0-9a-f]{2})*")""")
 
 
-def lines_of(path: str) -> list[str] | None:
-    """The stripped lines of a file; None where the file does not exist."""
-    if not os.path.exists(path):
-        return None
+def lines_of(path: str | Path) -> list[str]:
+    """The stripped lines of a file, separated by line feeds only, as in tools that read it in binary.
+
+    Raises:
+        CoderError: it cannot be read, or a line is empty or no UTF-8.
+    """
     try:
         with open_regular(path, "rb") as file:
             lines = file.read().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
@@ -26,7 +29,7 @@ def lines_of(path: str) -> list[str] | None:
     texts = []
     for number, line in enumerate(lines if lines != [b""] else [], 1):
         try:
-            text = decode_bytes_repr(line.decode("utf-8").strip())
+            text = _decode_bytes_repr(line.decode("utf-8").strip())
         except UnicodeDecodeError:
             text = None
         if not text:
@@ -35,17 +38,9 @@ def lines_of(path: str) -> list[str] | None:
     return texts
 
 
-def decode_bytes_repr(line: str) -> str | None:
-    """The caption of a line. Some copies of the data hold captions as Python prints bytes, ``b'a dog'``.
-
-    Returns None for bytes that are not UTF-8.
-    """
-    if not _BYTES.fullmatch(line):
-        return line
-    try:
-        return ast.literal_eval(line).decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return None
+def _decode_bytes_repr(line: str) -> str:
+    """The caption of a line. Some copies of the data hold captions as Python prints bytes, ``b'a dog'``."""
+    return str(ast.literal_eval(line).decode("utf-8").strip()) if _BYTES.fullmatch(line) else line
 
 
 def are_row_numbers(ids: Sequence[str]) -> bool:

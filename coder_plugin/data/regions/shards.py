@@ -15,8 +15,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, groupby, islice
-from operator import itemgetter
+from itertools import chain, islice
 from typing import Any
 
 from coder_plugin.data.bad_samples import BadSample
@@ -49,11 +48,11 @@ class ShardFile(Mapping[str, Regions]):
         self.path = path
         self._shards = _shards(path, split)
         self.files = tuple(self._shards)
-        self._places: dict[str, tuple[int, int, int]] = {}  # shard, first byte, length
+        self._places: dict[str, Any] = {}
         self.captions: dict[str, tuple[str, ...]] = {}
         self.damaged: dict[str, str] = {}
-        for number, shard in enumerate(self._shards):
-            self._index(number, shard)
+        for shard in self._shards:
+            self._index(shard)
         if self.damaged:
             first = next(iter(self.damaged.values()))
             log.warning("%s: left out %d samples; the first: %s", path, len(self.damaged), first)
@@ -61,15 +60,9 @@ class ShardFile(Mapping[str, Regions]):
             raise CoderError(f"{path}: no regions (field npz) in {len(self._shards)} shards")
 
     def __getitem__(self, name: str) -> Regions:
-        number, offset, size = self._places[name]
-        shard = self._shards[number]
-        with entry_errors(shard, name):
-            with open(shard, "rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-            if len(data) < size:
-                raise ValueError("the shard was truncated after it was opened")
-            return decode_npz(data, shard)
+        place = self._places[name]
+        with entry_errors(place.shard, name):
+            return decode_npz(place.read(), place.shard)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would read the image
         return name in self._places
@@ -80,34 +73,37 @@ class ShardFile(Mapping[str, Regions]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def _index(self, number: int, shard: str) -> None:
-        from coder_plugin.data.tars import members, too_large
+    def _index(self, shard: str) -> None:
+        from coder_plugin.data.tar_index import Place, state_of
+        from coder_plugin.data.tars import Files, open_tar, samples_of
 
-        for stem, files in groupby(members(shard), key=itemgetter(1)):
-            name, npz = stem, None
-            captions: tuple[str, ...] = ()
-            try:
-                for tar, _, field, member in files:
-                    if not isinstance(tar.fileobj, io.BufferedReader):
-                        raise CoderError(f"{shard}: is compressed; unpack it to look up images by name")
-                    if field in ("npz", "json") and (fault := too_large(field, member.size)):
+        changed = state_of(shard)[2]
+        with open_tar(shard) as tar:
+
+            def read(field: str, member: tarfile.TarInfo) -> Any:
+                if field == "json":
+                    return tar.extractfile(member).read()  # type: ignore[union-attr]
+                return Place(shard, member.offset_data, member.size, changed)
+
+            for sample in samples_of(tar, Files(), read):
+                name, captions = sample.key, tuple[str, ...]()
+                regions, note = (sample.contents.get(field) for field in ("npz", "json"))
+                try:
+                    if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
                         raise fault
-                    if field == "npz":
-                        npz = number, member.offset_data, member.size
-                    elif field == "json":
-                        name, captions = _metadata(stem, tar.extractfile(member).read())  # type: ignore[union-attr]
-                    tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-                if npz is None:
-                    raise BadSample("regions", "it has no regions (field npz)")
-            except BadSample as fault:
-                self.damaged[name] = f"{shard}: sample {stem!r}: {fault}"
-                continue
-            if name in self._places:
-                other = self._shards[self._places[name][0]]
-                raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
-            self._places[name] = npz
-            if captions:
-                self.captions[name] = captions
+                    if note is not None:
+                        name, captions = _metadata(sample.key, note)
+                    if regions is None:
+                        raise BadSample("regions", "it has no regions (field npz)")
+                except BadSample as fault:
+                    self.damaged[name] = f"{shard}: sample {sample.key!r}: {fault}"
+                    continue
+                if name in self._places:
+                    other = self._places[name].shard
+                    raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
+                self._places[name] = regions
+                if captions:
+                    self.captions[name] = captions
 
 
 def write(path: str, records: Iterable[Record], *, split: str = "train", shard_size: int = SHARD_SIZE) -> int:

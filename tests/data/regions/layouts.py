@@ -36,7 +36,7 @@ def write_lxmert(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def write_hdf5(path: str | Path, records: Iterable[Record]) -> None:
-    """BAN's flat layout with sizes, and our ``whole``."""
+    """BAN's flat layout."""
     import h5py
 
     records = list(records)
@@ -45,14 +45,10 @@ def write_hdf5(path: str | Path, records: Iterable[Record]) -> None:
     with h5py.File(path, "w") as file:
         file["image_features"] = np.concatenate([each.features for each in every])
         file["pos_boxes"] = np.stack([ends[:-1], ends[1:]], 1)
-        file["image_size"] = np.array([each.size for each in every], np.float64)
         names = np.array([each.name.encode() for each in records], object)
         file.create_dataset("image_ids", data=names, dtype=h5py.string_dtype())
-        if every[0].boxes is not None:
-            file["image_bb"] = np.concatenate([each.boxes for each in every])
-            file["image_bb"].attrs["units"] = "pixels"
-        if every[0].global_feature is not None:
-            file["whole"] = np.stack([each.global_feature for each in every])
+        boxes = np.concatenate([each.fractions for each in every])
+        file["spatial_features"] = np.concatenate([boxes, boxes[:, 2:] - boxes[:, :2]], 1)
 
 
 def write_lmdb(path: str | Path, records: Iterable[Record]) -> None:

@@ -97,7 +97,7 @@ def test_what_a_tool_writes_is_read_to_the_bit(tmp_path, kind):
     form, write, place = FORMS[kind]
     path = str(tmp_path / place)
     counts = (3, 1, 4, 1, 5)
-    whole = {"global_feature": np.arange(3, dtype=np.float32)} if kind in ("hdf5", "lmdb", "folder") else {}
+    whole = {"global_feature": np.arange(3, dtype=np.float32)} if kind in ("lmdb", "folder") else {}
     extras = {"lxmert": labels, "lmdb": labels, "folder": labels}.get(kind, lambda count: {})
     given = [Record(f"{n}{letter}", made(n, seed, extras=extras(n), **whole))
              for seed, (n, letter) in enumerate(zip(counts, "adbec", strict=True))]  # fmt: skip
@@ -105,8 +105,8 @@ def test_what_a_tool_writes_is_read_to_the_bit(tmp_path, kind):
     found = read(form, path)
     assert list(found) == ([each.name for each in given] if kind not in ("lmdb", "folder") else sorted(found))
     assert len(found) == 5 and form.matches(path)
-    for each in given:
-        assert_same(found[each.name], each.regions)
+    for name, wanted, _ in given:
+        assert_same(found[name], Regions(wanted.features, wanted.fractions) if kind == "hdf5" else wanted)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -219,23 +219,13 @@ def flat(folder: Path, ends: Any) -> Path:
     return folder / "x.hdf5"
 
 
-SIZES = np.array([[500, 375], [500, 375]])
-
-
-def test_boxes_of_hdf5_are_fractions_or_pixels(tmp_path, caplog):
+def test_boxes_of_hdf5_are_fractions_or_left_out(tmp_path, caplog):
     path, wanted = fixed(tmp_path)
     got = read(HDF5, path)["7"]
     assert got.size == (1, 1) and np.array_equal(got.features, wanted[1].features)
     np.testing.assert_allclose(got.boxes, wanted[1].fractions, rtol=1e-6)
-    assert_same(read(HDF5, fixed(tmp_path, image_size=SIZES)[0])["7"], wanted[1])
     path, _ = fixed(tmp_path, spatial_features=None)
-    assert read(HDF5, path)["7"].boxes is None and "boxes are left out" in caplog.text and "image_size" in caplog.text
-    with h5py.File(path, "a") as file:
-        file["image_bb"].attrs["units"] = "fractions"
-    assert np.array_equal(read(HDF5, path)["7"].boxes, wanted[1].boxes)  # type: ignore[arg-type]
-    with h5py.File(path, "a") as file:
-        file["image_bb"].attrs["units"] = "inches"
-    assert "'inches'" in fault(HDF5, path)
+    assert read(HDF5, path)["7"].boxes is None and "boxes are left out: without spatial_features" in caplog.text
 
 
 def test_big_endian_features_come_in_this_machines_order(tmp_path):
@@ -251,8 +241,6 @@ def test_big_endian_features_come_in_this_machines_order(tmp_path):
         ({"image_features": np.ones(3)}, "[3]"),
         ({"image_bb": np.ones((2, 2, 4))}, "image_bb has shape [2, 2, 4], not [2, 3, 4]"),
         ({"spatial_features": np.ones((2, 3, 4))}, "spatial_features has shape"),
-        ({"image_size": np.ones((1, 2))}, "image_size has shape [1, 2]"),
-        ({"whole": np.ones((3, 8))}, "whole has shape [3, 8], not [2, 8]"),
         ({"image_ids": np.ones(2)}, "image_ids is float64"),
         ({"image_ids": np.arange(3)}, "3 names for 2 images"),
     ],

@@ -7,8 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -254,11 +252,7 @@ def test_numbers_that_are_none_fail_the_image_alone(tmp_path):
 @pytest.mark.parametrize(
     "name, array, words",
     [
-        ("counts", np.array([1, 3, 2]), ["number 1 is 3", "1 to 2"]),
-        ("counts", np.array([1, 0, 2]), ["number 1 is 0"]),
-        ("counts", np.array([1.0, 1, 2]), ["float64", "whole numbers"]),
-        ("counts", np.array([1, 2]), ["2 rows, but 3 in train_ims.npy"]),
-        ("whole", np.zeros((4, 2)), ["4 rows, but 3 in train_ims.npy"]),
+        ("boxes", np.zeros((4, 2, 4)), ["4 rows, but 3 in train_ims.npy"]),
         ("boxes", np.zeros((3, 2, 4)), ["train_img_sizes.npy", "missing"]),
         ("img_sizes", np.ones((3, 2)), ["train_boxes.npy", "missing"]),
         ("boxes", np.zeros((3, 1, 4)), ["[3, 1, 4]", "[3, 2, 4]"]),
@@ -315,19 +309,15 @@ floats = st.sampled_from(["float16", "float32", "float64"])
 def splits(draw):
     dtype, channels = draw(floats), draw(st.integers(1, 4))
     number, boxed = draw(st.integers(1, 5)), draw(st.booleans())
-    whole, captions = draw(st.sampled_from([None, 1, 3])), draw(st.integers(0, 2))
+    rows, captions = draw(st.integers(1, 3)), draw(st.integers(0, 2))
     finite = {"allow_nan": False, "allow_infinity": False}
     found = []
     for image in range(number):
-        rows = draw(st.integers(1, 3))
         width = {"float16": 16, "float32": 32, "float64": 64}[dtype]
         values = draw(arrays(dtype, (rows, channels), elements=st.floats(width=width, **finite)))
         boxes = draw(arrays("float32", (rows, 4), elements=st.floats(width=32, **finite))) if boxed else None
         size = (draw(st.floats(0.1, 1e4)), draw(st.floats(0.1, 1e4))) if boxed else (1.0, 1.0)
-        one = draw(arrays("float32", whole, elements=st.floats(width=32, **finite))) if whole else None
-        found.append(
-            Record(f"n{image}", Regions(values, boxes, size, one), tuple(f"c {image} {k}" for k in range(captions)))
-        )
+        found.append(Record(f"n{image}", Regions(values, boxes, size), tuple(f"c {image} {k}" for k in range(captions))))
     return found
 
 
@@ -337,7 +327,7 @@ def same(one: Regions, other: Regions) -> bool:
             return left is right
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
-    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "global_feature"))
+    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes"))
     return parts and one.size == other.size
 
 
@@ -365,20 +355,16 @@ def test_peers_can_read_what_is_written(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["test_caps.txt", "test_ids.txt", "test_ims.npy"]
 
 
-def test_fewer_regions_are_filled_up_and_counted(tmp_path):
-    PRECOMP.write(str(tmp_path), [record("a", 1), record("bb", 3)], split="train")
-    assert np.load(tmp_path / "train_counts.npy").tolist() == [1, 3]
-    assert np.load(tmp_path / "train_ims.npy")[0].tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3]
-
-
 @pytest.mark.parametrize(
     "second, words",
     [
         (record("x", captions=["one"]), ["'x' has 1 captions", "'first' 2", "--captions-per-image"]),
-        (record("x", global_feature=np.ones(2, np.float32)), ["'x' has global_feature", "'first' has none"]),
-        (record("x", boxes=np.ones((2, 4), np.float32)), ["'x' has boxes", "'first' has none"]),
-        (Record("x", Regions(np.ones((1, 3))), ("a", "b")), ["'x'", "float64 x 3", "'first'", "float32 x 3"]),
-        (Record("x", Regions(np.ones((1, 2), "f4")), ("a", "b")), ["'x'", "x 2", "'first'", "x 3"]),
+        (record("x", global_feature=np.ones(2, np.float32)), ["'x' has a feature of the whole image", "write shards"]),
+        (record("x", extras={"objects_id": np.ones(2)}), ["'x' has further arrays (objects_id)", "--without-extras"]),
+        (record("x", boxes=np.ones((2, 4), np.float32)), ["'x' has 2 boxes", "'first' no"]),
+        (record("x", 3), ["'x' has 3 regions and 'first' 2", "write shards"]),
+        (Record("x", Regions(np.ones((2, 3))), ("a", "b")), ["'x'", "float64 x 3", "'first'", "float32 x 3"]),
+        (Record("x", Regions(np.ones((2, 2), "f4")), ("a", "b")), ["'x'", "x 2", "'first'", "x 3"]),
         (record("first"), ["'first'", "occurs twice"]),
         (record("a\nb"), ["line break"]),
         (record("x", captions=["a", " \n"]), ["'x'", "empty caption"]),
@@ -426,12 +412,6 @@ def test_a_split_that_cannot_get_all_its_names_has_none(tmp_path, monkeypatch):
     assert "without train_ims.npy" in fault(PRECOMP.write, str(tmp_path), [record("a")], split="train")
 
 
-def test_extras_have_no_place_and_that_is_told(tmp_path, caplog):
-    extra = Record("a", Regions(np.ones((1, 2)), extras={"objects_id": np.ones(1)}))
-    PRECOMP.write(str(tmp_path), [extra], split="train")
-    assert "objects_id" in caplog.text
-
-
 # how files are held
 
 
@@ -442,36 +422,6 @@ def test_the_file_goes_to_other_processes(tmp_path):
     assert np.array_equal(copy[NAMES[2]].features, features()[2])
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert np.array_equal(pool.apply(file.__getitem__, (NAMES[1],)).features, features()[1])
-
-
-# ru_maxrss would begin with the size of the process that started it
-PADDING = """
-import sys
-import numpy as np
-from coder_plugin.data.regions.base import Record, Regions
-from coder_plugin.data.regions.precomp import PRECOMP
-
-
-def memory(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) >> 10 for line in status if line.startswith(field))
-
-
-before = memory("VmRSS")
-records = (Record(f"{n}", Regions(np.full((36 << n % 2, 2048), n + 1, np.float32))) for n in range(160))
-assert PRECOMP.write(sys.argv[1], records, split="train") == 160
-print(memory("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_images_are_filled_up_one_at_a_time(tmp_path):
-    command = [sys.executable, "-c", PADDING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "train_ims.npy").stat().st_size == 128 + 160 * 72 * 2048 * 4  # 94 MB
-    assert int(done.stdout) < 30  # MB
-    (tmp_path / "train_ims.npy").unlink()  # pytest keeps the files of three runs
 
 
 def test_matches(tmp_path):

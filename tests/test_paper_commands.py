@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 from coder_plugin.cli import main
+from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions.shards import SHARDS
 from tests.backbones import tiny_bert
 from tests.documentation import ROOT
 from tests.training import region_data
@@ -101,6 +104,10 @@ def test_the_scripts_continue_a_run_and_fold_coco(made: dict[str, str], tmp_path
     assert "resumed at step 2" in again.stdout + again.stderr and "fold" in again.stdout
 
 
+def with_whole_image(record: Record) -> Record:
+    return record._replace(regions=dataclasses.replace(record.regions, global_feature=np.ones(10, np.float32)))
+
+
 RUNS: dict[str, tuple[str, str, list[str], list[str]]] = {  # data, recipe, options of the model, flags of eval
     "CAMERA with boxes": ("camera", "selfalign-camera", ["heads=4", "views=3"], []),
     "CAMERA without boxes": ("scan", "selfalign-camera", ["heads=4", "views=3", "boxes=false"], []),
@@ -116,10 +123,9 @@ def test_a_row_from_precomp_to_the_table(name: str, made: dict[str, str], tmp_pa
     data, recipe, options, flags = RUNS[name]
     folder = Path(made["scan" if data == "whole" else data])
     if data == "whole":
-        folder = Path(shutil.copytree(folder, tmp_path / "whole"))
-        for split in ("train", "dev", "test"):
-            rows = len(np.load(folder / f"{split}_ims.npy", mmap_mode="r"))
-            np.save(folder / f"{split}_whole.npy", np.ones((rows, 10), np.float32))
+        folder = tmp_path / "shards"
+        for split in region_data.SPLITS:
+            SHARDS.write(str(folder), map(with_whole_image, region_data.records(split)), split=split)
     text = [f"text={made['bert']}"] if recipe not in ("selfalign-vsrn", "vse-infinity-bigru") else []
     heads = ["captioner.hidden=16", "captioner.word_dim=8"] if "vsrn" in recipe else []
     command = ["train", "--recipe", recipe, "--train-data", str(folder), "--val-data", str(folder), *SMALL]

@@ -29,6 +29,7 @@ import coder_plugin
 from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.fusion import Fusion
+from coder_plugin.recipes import load
 
 CAPTION = "A man in a red shirt rides a bicycle down the street while two dogs run beside him."
 BASES = {"CAMERA": "selfalign-camera", "VSRN": "selfalign-vsrn"}
@@ -60,10 +61,10 @@ def main() -> None:
         print(", ".join(f"{name} {rate:,.0f} thousand pairs/s" for name, rate in rates.items()))
 
 
-def encoders(base: str, folder: Path, options: argparse.Namespace) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Step]]]:
+def encoders(
+    base: str, folder: Path, options: argparse.Namespace
+) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Step]]]:
     """Models of the base alone and with SelfAlign, and what encodes a caption with one."""
-    from coder_plugin.recipes import load
-
     settings = load(BASES[base])
     kwargs: dict[str, Any] = dict(pair.split("=") for pair in settings.settings.get("model_kwargs", ()))
     kwargs = {name: value == "true" for name, value in kwargs.items()}

@@ -23,7 +23,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "run_folder", nargs="*",
-        help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble"
+        help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble, and "
+        "the mean and standard deviation over them"
     )
     parser.add_argument(
         "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.evaluation.metrics import over_folds, recall, recall_folds, recall_from_embeddings
+from coder_plugin.evaluation.metrics import over_folds
+from coder_plugin.evaluation.multi_positive import Scores
 from coder_plugin.evaluation.rerank import MeanScore, Products, Scorer, rerank
 from coder_plugin.pretrained.encode import Encoded
 
@@ -39,13 +40,11 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
         mean under ``folds``. With a fusion score the figures are those after re-ranking; ``rerank`` is ``depth`` or "all",
         ``shortlist`` holds the figures of the vectors alone, and if every pair was scored, ``scores`` [N, T] the scores.
     """
-    images, texts, owner = encoded.images, encoded.texts, encoded.image_of_text
+    owner = encoded.image_of_text
     sizes: dict[str, Any] = {"images": len(encoded.image_ids), "texts": len(owner)}
     if encoded.skipped:
         sizes["skipped"] = dict(encoded.skipped)
-    result = {**recall_from_embeddings(images, texts, owner), **sizes}
-    if folds:
-        result["folds"] = recall_folds(images, texts, owner, folds=folds)
+    result = {**Scores(encoded.images, encoded.texts).recall(owner, folds=folds), **sizes}
     heads = [items.head for items in _as_list(encoded.items) if items is not None]
     if not heads:
         return result
@@ -54,9 +53,13 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
         for head in heads:
             head.eval()
         score = _scorer(encoded)
-        if depth is not None and depth * (len(owner) + len(encoded.image_ids)) >= len(owner) * len(encoded.image_ids):
-            score = _ScoreMatrix(score.all_pairs())  # cheaper than as many pairs one by one
-        reranked = _rerank_all(encoded, score, folds) if depth is None else _rerank_first(encoded, score, folds, depth)
+        if depth is None:
+            matrix = score.all_pairs().cpu()
+            reranked = {**Scores(encoded.images, encoded.texts, matrix).recall(owner, folds=folds), "scores": matrix}
+        else:
+            if depth * (len(owner) + len(encoded.image_ids)) >= len(owner) * len(encoded.image_ids):
+                score = _ScoreMatrix(score.all_pairs())  # cheaper than as many pairs one by one
+            reranked = _rerank_first(encoded, score, folds, depth)
     finally:
         for head, mode in zip(heads, training, strict=True):
             head.train(mode)
@@ -115,19 +118,6 @@ def _rerank_first(encoded: Encoded, score: Scorer, folds: int, k: int) -> dict[s
             return score(image_index + rows.start, captions[text_index])
 
         return rerank([each[rows] for each in images], [each[captions] for each in texts], owner, fold_score, k=k)
-
-    if folds:
-        result["folds"] = over_folds(encoded.image_of_text, len(encoded.image_ids), folds, fold)
-    return result
-
-
-def _rerank_all(encoded: Encoded, score: Scorer, folds: int) -> dict[str, Any]:
-    """Every pair by ``score``: the paper's protocol."""
-    matrix = score.all_pairs().cpu()
-    result = {**recall(matrix, encoded.image_of_text), "scores": matrix}
-
-    def fold(rows: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
-        return recall(matrix[rows][:, captions], owner)
 
     if folds:
         result["folds"] = over_folds(encoded.image_of_text, len(encoded.image_ids), folds, fold)

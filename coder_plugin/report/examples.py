@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from coder_plugin.data.item import Item
+from coder_plugin.evaluation.metrics import best_candidates
 from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.page import Block, heading
@@ -149,8 +150,8 @@ def _fused(scorer: Any, way: Way, query: int, candidates: Tensor) -> Tensor:
 
 
 def _ordered(scores: Tensor, right: Tensor) -> Tensor:
-    wrong_first = right.long().argsort(stable=True)
-    return wrong_first[scores[wrong_first].argsort(descending=True, stable=True)]
+    column = right.nonzero().squeeze(1)
+    return best_candidates(scores[None].clone(), torch.zeros_like(column), column, len(scores))[0][0]
 
 
 def similarity(images: Tensor, texts: Tensor) -> Tensor:

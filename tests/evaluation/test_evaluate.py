@@ -27,7 +27,7 @@ from coder_plugin.pretrained.encode import Encoded, Encoder, Items
 from tests import gloo
 from tests.training import region_data
 
-FIGURES = set(metrics._METRICS) | {"images", "texts"}
+FIGURES = set(metrics.METRICS) | {"images", "texts"}
 
 
 class Means(Reranks):
@@ -85,7 +85,7 @@ def encoded(data: str) -> Encoded:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: result[key] for key in metrics._METRICS}
+    return {key: result[key] for key in metrics.METRICS}
 
 
 def test_items_are_each_images_and_captions_own(data: str, encoded: Encoded) -> None:
@@ -228,7 +228,10 @@ def opened(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
 
 def test_the_commands_rows(opened: None) -> None:
     rows = command(run_folder=["a", "b"])
-    assert list(rows) == ["a", "b", "ensemble of 2"]
+    assert list(rows) == ["a", "b", "ensemble of 2", "mean of 2 runs"]
+    mean, two = rows.popitem()[1], [rows["a"]["rsum"], rows["b"]["rsum"]]
+    assert mean["rsum"] == pytest.approx(sum(two) / 2) and mean["sd"]["rsum"] == pytest.approx(abs(two[0] - two[1]) / 2**0.5)
+    assert "sd" in mean["folds"] and "shortlist" not in mean  # which b has not
     assert rows["a"]["rerank"] == rows["ensemble of 2"]["rerank"] == 32 and "rerank" not in rows["b"]
     assert ["shortlist" in row for row in rows.values()] == [True, False, True] and all("folds" in row for row in rows.values())
     assert command(rerank="all")["a"]["rerank"] == "all"
@@ -296,7 +299,7 @@ def test_ranks_encode_their_shares_and_the_first_scores(data: str) -> None:
     alone, whole = on_ranks(data)
     (first, kept), (second, left) = gloo.run(on_ranks, data)
     assert first == second
-    for key in metrics._METRICS:
+    for key in metrics.METRICS:
         assert first[key] == pytest.approx(alone[key], abs=1e-6), key
         assert first["shortlist"][key] == pytest.approx(alone["shortlist"][key], abs=1e-6), key
     assert left.items is None and list(left.captions) == list(kept.captions) == list(whole.captions)

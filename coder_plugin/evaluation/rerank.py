@@ -61,6 +61,19 @@ class Products:
         return torch.cat([tile.clone() for _, tile in products(self.pairs, None)])
 
 
+class MatrixScores:
+    """Scores [N, T] that have been computed, as a :class:`Scorer`."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        return self.scores[image_index[:, :, None], text_index[:, None]]
+
+    def all_pairs(self) -> Tensor:
+        return self.scores
+
+
 class MeanScore:
     """The mean of several models' scores, that of an ensemble, as a :class:`Scorer`."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from coder_plugin.evaluation.metrics import over_folds
 from coder_plugin.evaluation.multi_positive import Scores
-from coder_plugin.evaluation.rerank import MeanScore, Products, Scorer, rerank
+from coder_plugin.evaluation.rerank import MatrixScores, MeanScore, Products, Scorer, rerank
 from coder_plugin.pretrained.encode import Encoded
 
 
@@ -48,49 +49,39 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
     heads = [items.head for items in _as_list(encoded.items) if items is not None]
     if not heads:
         return result
-    training = [head.training for head in heads]
-    try:
-        for head in heads:
-            head.eval()
+    with evaluating(*heads):
         score = _scorer(encoded)
         if depth is None:
             matrix = score.all_pairs().cpu()
             reranked = {**Scores(encoded.images, encoded.texts, matrix).recall(owner, folds=folds), "scores": matrix}
         else:
             if depth * (len(owner) + len(encoded.image_ids)) >= len(owner) * len(encoded.image_ids):
-                score = _ScoreMatrix(score.all_pairs())  # cheaper than as many pairs one by one
+                score = MatrixScores(score.all_pairs())  # cheaper than as many pairs one by one
             reranked = _rerank_first(encoded, score, folds, depth)
-    finally:
-        for head, mode in zip(heads, training, strict=True):
-            head.train(mode)
     return {**reranked, **sizes, "rerank": "all" if depth is None else depth, "shortlist": result}
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(*modules: Any) -> Iterator[None]:
+    """Modules in eval mode, without gradients; their modes are restored afterwards."""
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)
+
+
 def positive_scores(encoded: Encoded) -> Tensor:
     """The fusion score of each caption with its image [T], on the CPU, of one model that has such a score."""
     head = encoded.items.head
-    training = head.training
-    head.eval()
-    try:
-        scorer = head.scorer(encoded.items.images, encoded.items.texts)
+    with evaluating(head):
         texts = torch.arange(len(encoded.image_of_text))
+        scorer = head.scorer(encoded.items.images, encoded.items.texts)
         return scorer(encoded.image_of_text[:, None], texts[:, None])[:, 0, 0].cpu()
-    finally:
-        head.train(training)
-
-
-class _ScoreMatrix:
-    """Scores [N, T] that have been computed, as a scorer."""
-
-    def __init__(self, scores: Tensor) -> None:
-        self.scores = scores
-
-    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        return self.scores[image_index[:, :, None], text_index[:, None]]
-
-    def all_pairs(self) -> Tensor:
-        return self.scores
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import align, row_ranks
+from coder_plugin.evaluation.two_stage import evaluating
 from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 
@@ -135,7 +136,6 @@ def check_model(model: Any) -> None:
         raise CoderError("--zeroshot classifies pictures, and this model reads region features")
 
 
-@torch.no_grad()
 def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     """Zero-shot accuracy in percent, computed as CLIP's.
 
@@ -161,13 +161,9 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
     if len(model.coder.aggregators) or heads_with(model.coder.heads, Scores):
         ways["vectors"] = (model.embed_image, model.embed_text)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         weights = {name: _classifier(encoder, classes, text) for name, (_, text) in ways.items()}
         ranks = _ranks(encoder, classes, {name: image for name, (image, _) in ways.items()}, weights)
-    finally:
-        model.train(training)
     labels = ranks.pop("label")
     if not len(labels):
         raise CoderError(f"{classes.source.name}: none of its pictures can be read")

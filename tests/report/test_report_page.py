@@ -19,7 +19,7 @@ from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import two_stage
+from coder_plugin.evaluation import rerank
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
 from coder_plugin.pretrained.encode import Items
 from coder_plugin.report.charts import format_number
@@ -175,7 +175,7 @@ class Minus(torch.nn.Module):
     """A head that orders a shortlist the other way round."""
 
     def scorer(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> Any:
-        return two_stage._ScoreMatrix(-images["x"] @ texts["x"].T)
+        return rerank.MatrixScores(-images["x"] @ texts["x"].T)
 
 
 def test_scores_of_two_kinds_are_told_apart(

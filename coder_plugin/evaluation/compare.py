@@ -14,10 +14,16 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft
 from coder_plugin.evaluation.benchmarks import Benchmarks, DataTruths, match_data, measure_benchmarks
-from coder_plugin.evaluation.evaluate import SHORTLIST, ensemble, shortlist_length
+from coder_plugin.evaluation.evaluate import (
+    SHORTLIST,
+    ensemble,
+    measure,
+    positive_scores,
+    shortlist_length,
+    without_tensors,
+)
 from coder_plugin.evaluation.metrics import METRICS, mean_over_runs
 from coder_plugin.evaluation.sweep import sweep
-from coder_plugin.evaluation.two_stage import measure, positive_scores, without_tensors
 from coder_plugin.evaluation.zero_shot import zero_shot
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import PretrainedModel, open_pretrained, saved_data_config
@@ -182,7 +188,7 @@ def _measure_row(row: _Row, measures: Measures) -> dict[str, Any]:
             from coder_plugin.evaluation.analyses import analyse
 
             vectors = encoded.images, encoded.texts, encoded.image_of_text
-            fused: dict[str, Any] = {}
+            fused: dict[str, Any] = {"ranked_by": "embeddings"}
             if encoded.items is not None:
                 pairs = "all pairs" if row.depth is None else f"the first {row.depth} by embedding"
                 fused = {"ranked_by": f"fused score of {pairs}", "fused_scores": positive_scores(encoded)}

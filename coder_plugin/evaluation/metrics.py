@@ -214,7 +214,8 @@ def mean_over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if all(isinstance(value, Mapping) for value in values):
             mean[key] = mean_over_runs(values)  # type: ignore[arg-type]
         elif all(isinstance(value, (int, float)) for value in values):
-            mean[key], sd[key] = statistics.fmean(values), statistics.stdev(values)  # type: ignore[arg-type, type-var]
+            numbers = [float(row[key]) for row in rows]
+            mean[key], sd[key] = statistics.fmean(numbers), statistics.stdev(numbers)
     return {**mean, "sd": sd} if sd else mean
 
 

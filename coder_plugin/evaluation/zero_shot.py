@@ -26,8 +26,8 @@ from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.evaluate import evaluating
 from coder_plugin.evaluation.metrics import align, row_ranks
-from coder_plugin.evaluation.two_stage import evaluating
 from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 

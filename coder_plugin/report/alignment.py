@@ -21,7 +21,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.two_stage import evaluating
+from coder_plugin.evaluation.evaluate import evaluating
 from coder_plugin.heads.capabilities import heads_having
 from coder_plugin.losses.lca import correspondence
 from coder_plugin.report.words import Word, WordReader

@@ -17,7 +17,7 @@ from torch import Tensor
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.two_stage import evaluating
+from coder_plugin.evaluation.evaluate import evaluating
 from coder_plugin.heads.capabilities import heads_having
 from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded, Encoder
@@ -53,8 +53,8 @@ class Evaluated:
 
 def measure(model: Evaluated, run: RunFolder) -> dict[str, Any]:
     """Recall of the model on the data, with ranks, and the ``depth`` of its shortlists."""
+    from coder_plugin.evaluation.evaluate import measure as measure_recall
     from coder_plugin.evaluation.evaluate import shortlist_length
-    from coder_plugin.evaluation.two_stage import measure as measure_recall
 
     depth = shortlist_length((run.config or {}).get("rerank"), model.encoder)
     return {**measure_recall(model.encoded, 0, depth), "depth": depth}

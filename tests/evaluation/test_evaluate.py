@@ -18,9 +18,8 @@ from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import compare, metrics, recall, recall_from_embeddings, rerank
-from coder_plugin.evaluation.evaluate import ensemble, evaluate
+from coder_plugin.evaluation.evaluate import ensemble, evaluate, measure, positive_scores
 from coder_plugin.evaluation.sweep import sweep
-from coder_plugin.evaluation.two_stage import measure, positive_scores
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.pretrained.encode import Encoded, Encoder, Items
@@ -243,19 +242,19 @@ def test_the_commands_rows(opened: None) -> None:
 
 def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where shortlists hold more pairs than there are, no pair is scored by itself, and the figures are the same."""
-    from coder_plugin.evaluation import two_stage
+    from coder_plugin.evaluation import evaluate as module
 
     encoder, source = make_encoder(data)
     by_pairs = {depth: evaluate(encoder, source, rerank=depth) for depth in (19, 21)}
     asked: list[int] = []
-    scorer = two_stage._scorer
+    scorer = module._scorer
 
     def watched(given: Encoded) -> Any:
         made = scorer(given)
         asked.append(0)
         return SimpleNamespace(all_pairs=lambda: asked.append(1) or made.all_pairs())  # no call of single pairs
 
-    monkeypatch.setattr(two_stage, "_scorer", watched)
+    monkeypatch.setattr(module, "_scorer", watched)
     assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
     with pytest.raises(TypeError, match="not callable"):
         evaluate(encoder, source, rerank=19)

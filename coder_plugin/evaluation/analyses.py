@@ -325,13 +325,15 @@ def _apart(points: Tensor, group: Tensor, chunk: int | None) -> _Distances:
         rows = (points[i : i + side] - origin).flatten(0, 1)
         for j in range(i, n, side):
             columns = (points[j : j + side] - origin).flatten(0, 1)
-            distances = torch.cdist(rows, columns, compute_mode="use_mm_for_euclid_dist")
+            squares = (rows @ columns.T).mul_(-2)
+            squares += rows.square().sum(1)[:, None]
+            squares += columns.square().sum(1)
             if views > 1:
-                distances = distances.unflatten(1, (-1, views)).unflatten(0, (-1, views)).amin((1, 3))
+                squares = squares.unflatten(1, (-1, views)).unflatten(0, (-1, views)).amin((1, 3))
             differ = group[i : i + side, None] != group[j : j + side]
             if i == j:
                 differ = differ.triu_()
-            out.add(distances[differ])
+            out.add(squares[differ].clamp_(min=0).sqrt_())
     return out
 
 

@@ -283,6 +283,7 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     assert together != pytest.approx([rows["a"]["shortlist"][key] for key in keys])
     # figure 4's distance of an image and its caption, by the fused score of the re-ranking head
     assert found["a"]["scores"]["recall_by_length"] == "fused score of the first 32 by embedding"
+    assert found["b"]["scores"]["recall_by_length"] == "embeddings"
     assert found["a"]["alignment"]["image_text_fused"]["count"] == 120
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be made"):

@@ -187,6 +187,7 @@ def test_default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         same(recall_from_embeddings(image, text, owner), want)
         assert made == tiles
     made.clear()
+    monkeypatch.setattr(metrics, "_WHOLE", 37 * 101 * 4)
     recall_from_embeddings([image, image], [text, text], owner)
     assert len(made) == 9, "products of all models count"
 

@@ -128,11 +128,12 @@ def test_a_row_from_precomp_to_the_table(name: str, made: dict[str, str], tmp_pa
             SHARDS.write(str(folder), map(with_whole_image, region_data.records(split)), split=split)
     text = [f"text={made['bert']}"] if recipe not in ("selfalign-vsrn", "vse-infinity-bigru") else []
     heads = ["captioner.hidden=16", "captioner.word_dim=8"] if "vsrn" in recipe else []
-    command = ["train", "--recipe", recipe, "--train-data", str(folder), "--val-data", str(folder), *SMALL]
+    train, val, test = (f"{folder}/{split}-*.tar" if data == "whole" else str(folder) for split in region_data.SPLITS)
+    command = ["train", "--recipe", recipe, "--train-data", train, "--val-data", val, *SMALL]
     command += ["--logs", str(tmp_path), "--name", "run", "--no-report", "--model-kwargs", *SIZES, *options, *text]
     assert main([*command, *(["--set", *heads] if heads else [])]) == 0
     notes = str(json.loads((tmp_path / "run" / "plan.json").read_text()).get("notes"))
     assert ("V_g" in notes) == (name == "AsCL")
     capsys.readouterr()
-    assert main(["eval", str(tmp_path / "run"), "--split", "test", *flags]) == 0
+    assert main(["eval", str(tmp_path / "run"), "--val-data", test, "--split", "test", *flags]) == 0
     assert "R@sum" in capsys.readouterr().out

@@ -23,7 +23,8 @@ class Command(ExportFlag, RerankerFlag):
     """The flags of ``coder-plugin eval``."""
 
     run_folder: list[str] = option(
-        [], "folder of a run (its options and best export), an export or a shared model; several: also their ensemble",
+        [], "folder of a run (its options and best export), an export or a shared model; several: also their ensemble, and the "
+        "mean and standard deviation over them",
         metavar="RUN", positional=True
     )
     folds: int = option(0, "also report the mean over N folds (COCO 1K: 5)")

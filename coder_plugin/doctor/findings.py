@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,10 @@ class Finding:
     do: str = ""
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding("ok", name, text)
-
-
-def note(name: str, text: str, do: str) -> Finding:
-    return Finding("note", name, text, do)
-
-
-def warning(name: str, text: str, do: str) -> Finding:
-    return Finding("warning", name, text, do)
-
-
-def problem(name: str, text: str, do: str) -> Finding:
-    return Finding("problem", name, text, do)
+ok = partial(Finding, "ok")
+note = partial(Finding, "note")
+warning = partial(Finding, "warning")
+problem = partial(Finding, "problem")
 
 
 def guarded(name: str, check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
-
-from packaging.requirements import Requirement
 
 from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
 
@@ -15,44 +16,28 @@ OURS = "coder-plugin"
 
 
 def check_packages() -> Iterator[Finding]:
-    """Required packages that are missing or of another version, ours and those of the packages that we require."""
-    try:
-        direct = _requirements(OURS)
-    except metadata.PackageNotFoundError:
+    """Versions, and what ``pip check`` finds missing or conflicting: of our requirements, of these packages', of others."""
+    versions = {each.name.lower(): each.version for each in metadata.distributions()}
+    if OURS not in versions:
         yield problem("installation.ours", f"{OURS} is imported, but not installed", "run pip install -e . in its folder")
         return
+    required = [re.split(r"[^\w.-]", line)[0] for line in metadata.requires(OURS) or () if "extra ==" not in line]
     yield ok("installation.python", f"Python {platform.python_version()}, {platform.platform()}")
-    names = [OURS, *(each.name for each in direct if installed(each.name) is not None)]
-    yield ok("installation.packages", ", ".join(f"{name} {installed(name)}" for name in names))
-    for name in names:
-        for required in direct if name == OURS else _requirements(name):
-            version = installed(required.name)
-            if version is None or not required.specifier.contains(version, prereleases=True):
-                state = "is not installed" if version is None else f"{version} is installed"
-                level = problem if name == OURS else warning
-                yield level(
-                    f"installation.packages.{required.name}",
-                    f"{name} needs {required.name}{required.specifier}, but {required.name} {state}",
-                    f'pip install "{name}" "{required.name}{required.specifier}", in one command, so that the versions fit',
-                )
-
-
-def _requirements(name: str) -> list[Requirement]:
-    """What a distribution requires here, without extras."""
-    if name == "faiss-cpu" and installed(name) is not None:
-        return []  # a build for GPUs may stand in for it
-    required = map(Requirement, metadata.requires(name) or [])
-    return [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
-
-
-def installed(name: str) -> str | None:
-    """The version of a distribution, or None. For "faiss-cpu" a distribution of FAISS for GPUs counts too."""
-    for each in ("faiss-cpu", "faiss-gpu", "faiss") if name == "faiss-cpu" else (name,):
-        try:
-            return metadata.version(each)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    names = [name for name in (OURS, *required) if name.lower() in versions]
+    yield ok("installation.packages", ", ".join(f"{name} {versions[name.lower()]}" for name in names))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], capture_output=True, text=True, check=False
+    )
+    if done.returncode and not done.stdout.strip():
+        text = f"packages were not checked: {one_line(done.stderr)}"
+        yield note("installation.pip", text, "python -m ensurepip, or uv pip check")
+    for line in done.stdout.splitlines() if done.returncode else ():
+        name = line.split()[0].lower()
+        if name == OURS and "faiss-cpu" in line and {"faiss", "faiss-gpu"} & versions.keys():
+            continue  # a build for GPUs may stand in for it
+        level = problem if name == OURS else warning if name in map(str.lower, names) else note
+        do = "pip install the package and what it requires in one command, so that the versions fit"
+        yield level(f"installation.packages.{name}", one_line(line), do)
 
 
 def check_plugins() -> Iterator[Finding]:

@@ -99,7 +99,7 @@ def measure_benchmarks(
         benchmarks: what to measure.
         truths: of :func:`match_data` for these data.
         encoded: the data's vectors.
-        measured: of :func:`~coder_plugin.evaluation.two_stage.measure`, with ranks.
+        measured: of :func:`~coder_plugin.evaluation.evaluate.measure`, with ranks.
     """
     matrix: Tensor | None = measured.get("scores")
     scores = Scores(encoded.images, encoded.texts, matrix)

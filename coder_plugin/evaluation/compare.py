@@ -14,12 +14,22 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft
 from coder_plugin.evaluation.benchmarks import Benchmarks, DataTruths, match_data, measure_benchmarks
-from coder_plugin.evaluation.evaluate import SHORTLIST, ensemble, shortlist_length
+from coder_plugin.evaluation.evaluate import (
+    SHORTLIST,
+    ensemble,
+    measure,
+    positive_scores,
+    shortlist_length,
+    without_tensors,
+)
+from coder_plugin.evaluation.metrics import METRICS, mean_over_runs
 from coder_plugin.evaluation.sweep import sweep
-from coder_plugin.evaluation.two_stage import measure, positive_scores, without_tensors
 from coder_plugin.evaluation.zero_shot import zero_shot
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import PretrainedModel, open_pretrained, saved_data_config
+
+#: What is averaged over runs.
+_AVERAGED = (*METRICS, "folds", "shortlist", "eccv", "cxc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +132,7 @@ def evaluate_models(
     on_model: Callable[[str, Encoder, Any, DataConfig], None] | None = None,
     reranker: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each model, and of several models also those of their ensemble.
+    """Figures of each model, and of several models also those of their ensemble, and means and standard deviations.
 
     Every rank encodes its share of the data; the first computes the figures.
 
@@ -139,7 +149,8 @@ def evaluate_models(
 
     Returns:
         By name what :func:`~coder_plugin.evaluation.evaluate.evaluate` returns: a row for each model and the ensemble, or for
-        each weight, or before and after fine-tuning. Further measures are under ``by``, ``eccv``, ``cxc``, ``zero_shot`` and
+        each weight, or before and after fine-tuning. Of several models the last row is :func:`mean_over_runs` of their recall,
+        ECCV Caption and CxC. Further measures are under ``by``, ``eccv``, ``cxc``, ``zero_shot`` and
         ``analyses``. Empty on ranks but the first.
 
     Raises:
@@ -156,7 +167,12 @@ def evaluate_models(
     else:
         rows = _model_rows(setting, specs, on_model)
     results = {row.name: _measure_row(row, measures) for row in rows}
-    return results if distributed.rank() == 0 else {}
+    if distributed.rank() != 0:
+        return {}
+    if len(specs) > 1:
+        runs = [{key: row[key] for key in _AVERAGED if key in row} for row in list(results.values())[: len(specs)]]
+        results[f"mean of {len(specs)} runs"] = mean_over_runs(runs)
+    return results
 
 
 def _measure_row(row: _Row, measures: Measures) -> dict[str, Any]:
@@ -172,7 +188,7 @@ def _measure_row(row: _Row, measures: Measures) -> dict[str, Any]:
             from coder_plugin.evaluation.analyses import analyse
 
             vectors = encoded.images, encoded.texts, encoded.image_of_text
-            fused: dict[str, Any] = {}
+            fused: dict[str, Any] = {"ranked_by": "embeddings"}
             if encoded.items is not None:
                 pairs = "all pairs" if row.depth is None else f"the first {row.depth} by embedding"
                 fused = {"ranked_by": f"fused score of {pairs}", "fused_scores": positive_scores(encoded)}

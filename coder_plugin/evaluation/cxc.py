@@ -22,7 +22,7 @@ import torch
 from coder_plugin.data.regions.base import names_of
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.coco import Benchmark, Numbers
-from coder_plugin.evaluation.metrics import align
+from coder_plugin.evaluation.metrics import align, format_cell
 from coder_plugin.evaluation.multi_positive import Scores, Way, figures, pairs_of, rankings
 
 IMAGE_TEXT, TEXTS, IMAGES = 3.0, 3.0, 2.5  # ratings, of 0 to 5
@@ -161,6 +161,6 @@ def format_cxc(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """
     lines = [["name", *(f"CxC {way} R@{k}" for way in _WAYS for k in (1, 5, 10))]]
     for name, row in rows.items():
-        lines.append([name, *(f"{row[way][f'r{k}']:.1f}" for way in _WAYS for k in (1, 5, 10))])
+        lines.append([name, *(format_cell(row[way], f"r{k}") for way in _WAYS for k in (1, 5, 10))])
     mixed = any(len(set(row.get("ranked_by", {}).values())) > 1 for row in rows.values())
     return align(lines) + ("\ni2i and t2t: by the vectors" if mixed else "")

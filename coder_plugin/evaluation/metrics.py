@@ -18,6 +18,7 @@ there). Whole matrices are never converted: the work goes through tiles of rows.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,10 @@ from torch import Tensor
 from coder_plugin.errors import CoderError
 
 _TILE = 2**22  # scores in memory at once without a chunk: 16 MiB in float32, and as much for counting
+_WHOLE = 10**9  # bytes up to which all products are made at once, for both directions
 _RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
-_METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
+#: The figures of a result that are single numbers.
+METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
 #: Columns of a recall table: heading and name of the figure.
 RECALL_COLUMNS = {
     "i2t R@1": "i2t_r1",
@@ -92,21 +95,21 @@ def recall_from_embeddings(
     *,
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """`recall` of ``image_embeddings @ text_embeddings.T`` without ever holding that [N, T] matrix.
+    """`recall` of ``image_embeddings @ text_embeddings.T``, whose [N, T] matrix is never larger than 1 GB in memory.
 
     Inner products of the embeddings as they are: normalise them first where cosine is meant. Products are made in
-    the dtype of the comparison (float32, or float64 where either side is), also under autocast. Each direction makes
-    its own tiles, and a right score is always read from the tile that it is compared with: the same pair may come out
-    one bit different in a tile of another shape, which would make or break ties. For that reason, the ranks are
-    those of `recall` except where two products differ by rounding alone.
+    the dtype of the comparison (float32, or float64 where either side is), also under autocast. Up to 1 GB, with all views and
+    models, they are made once. Beyond, or with ``chunk``, each direction makes its own tiles, and a right score is always read
+    from the tile that it is compared with: the same pair may come out one bit different in a tile of another shape, which would
+    make or break ties. For that reason, the ranks are those of `recall` except where two products differ by rounding alone.
 
     Args:
         image_embeddings: [N, D], or [N, V, D]: V embeddings of an image, the greatest product counts. Several models'
             as a sequence: an ensemble, whose score is the mean of theirs.
         text_embeddings: [T, D] of each model, on the device of the images.
         image_of_text: [T] integers in [0, N), as in `recall`.
-        chunk: queries per tile, that is images for [chunk, T] and captions for [chunk, N]; None: as many as make some
-            four million scores.
+        chunk: queries per tile, that is images for [chunk, T] and captions for [chunk, N]; None: all at once up to 1 GB, else
+            as many as make some four million scores.
 
     Returns:
         What `recall` returns.
@@ -114,6 +117,10 @@ def recall_from_embeddings(
     pairs, owner = check_embeddings(image_embeddings, text_embeddings, image_of_text)
     pairs = comparable(pairs)
     images, texts = len(pairs[0][0]), len(pairs[0][1])
+    views = sum(_views(image).shape[1] for image, _ in pairs)
+    if chunk is None and images * texts * views * pairs[0][0].itemsize <= _WHOLE:
+        [(_, whole)] = products(pairs, images)
+        return recall(whole, owner)
     i2t, t2i = owner.new_empty(images), owner.new_empty(texts)
     for start, tile in products(pairs, chunk):
         i2t[start : start + len(tile)] = row_ranks(tile, *captions_of(start, len(tile), owner))
@@ -165,23 +172,51 @@ def over_folds(
     for first in range(0, images, size):
         row, texts = captions_of(first, size, image_of_text)
         result = measure(slice(first, first + size), texts, row)
-        each.append({key: result[key] for key in _METRICS})
-    return {**{key: sum(fold[key] for fold in each) / folds for key in _METRICS}, "folds": each}
+        each.append({key: result[key] for key in METRICS})
+    return {**{key: sum(fold[key] for fold in each) / folds for key in METRICS}, "folds": each}
 
 
 def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """A plain text table, one line per name: R@1 R@5 R@10 both ways, R@sum (percent), median ranks (1-based).
 
     Args:
-        rows: name to what `recall`, `recall_from_embeddings` or `recall_folds` returned.
+        rows: name to what `recall`, `recall_from_embeddings` or `recall_folds` returned, or `mean_over_runs` of such.
     """
     lines = [["name", *RECALL_COLUMNS]]
     for name, row in rows.items():
         missing = [key for key in RECALL_COLUMNS.values() if key not in row]
         if missing:
             raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what recall() returns")
-        lines.append([str(name), *(f"{float(row[key]):.1f}" for key in RECALL_COLUMNS.values())])
+        lines.append([str(name), *(format_cell(row, key) for key in RECALL_COLUMNS.values())])
     return align(lines)
+
+
+def format_cell(figures: Mapping[str, Any], key: str) -> str:
+    """A figure with one decimal, and its standard deviation over runs if there is one; "-" for a missing one."""
+    if figures.get(key) is None:
+        return "-"
+    return f"{float(figures[key]):.1f}" + (f" ± {figures['sd'][key]:.1f}" if "sd" in figures else "")
+
+
+def mean_over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each number of two or more runs, and under ``sd`` their standard deviations (of a sample: n - 1).
+
+    Dicts inside are treated likewise, and have an ``sd`` of their own. What is neither a number nor a dict is left out.
+
+    Example:
+        >>> mean_over_runs([{"rsum": 250.0}, {"rsum": 254.0}, {"rsum": 258.0}])
+        {'rsum': 254.0, 'sd': {'rsum': 4.0}}
+    """
+    mean: dict[str, Any] = {}
+    sd: dict[str, float] = {}
+    for key in rows[0]:
+        values = [row.get(key) for row in rows]
+        if all(isinstance(value, Mapping) for value in values):
+            mean[key] = mean_over_runs(values)  # type: ignore[arg-type]
+        elif all(isinstance(value, (int, float)) for value in values):
+            numbers = [float(row[key]) for row in rows]
+            mean[key], sd[key] = statistics.fmean(numbers), statistics.stdev(numbers)
+    return {**mean, "sd": sd} if sd else mean
 
 
 def format_skipped(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -229,6 +264,43 @@ def row_ranks(tile: Tensor, row: Tensor, column: Tensor) -> Tensor:
     # Right candidates are no competitors: taken out of the candidates, and those below the best out of the beaten ones.
     beaten.index_add_(0, row, (right < best[row]).long(), alpha=-1)
     return candidates - torch.bincount(row, minlength=rows) - beaten
+
+
+def best_candidates(
+    tile: Tensor, row: Tensor, column: Tensor, k: int, *, exclude: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best candidates (C if fewer) of score rows [R, C], best first, and whether each is right: both [R, k].
+
+    Of equal scores the wrong candidates come first, in their order. ``tile`` is overwritten.
+
+    Args:
+        row, column: the right pairs.
+        exclude: [R], a candidate of each row that does not count. Then k is less than C.
+    """
+    rows, candidates = tile.shape
+    k = min(k, candidates)
+    # -inf marks what is taken out of the wrong candidates, so the lowest score of a right one is the least finite number, and
+    # that of a wrong one the next
+    least = torch.finfo(tile.dtype).min
+    value = tile[row, column].nan_to_num(nan=least, posinf=torch.inf, neginf=least)
+    tile.nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=torch.nextafter(tile.new_tensor(least), tile.new_tensor(0.0)))
+    tile[row, column] = -torch.inf
+    if exclude is not None:
+        tile[torch.arange(rows, device=tile.device), exclude] = -torch.inf
+    best, index = tile.topk(min(k + 1, candidates), dim=1)
+    tied = (best[:, 1:] == best[:, :-1]).any(1)
+    if tied.any():  # topk returns ties in any order
+        index[tied] = tile[tied].sort(dim=1, descending=True, stable=True).indices[:, : best.shape[1]]
+    order = row.argsort(stable=True)
+    value, row, column = value[order], row[order], column[order]
+    count = torch.bincount(row, minlength=rows)
+    behind = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+    scores = tile.new_full((rows, int(count.max())), -torch.inf)
+    columns = torch.zeros_like(scores, dtype=torch.int64)
+    scores[row, behind], columns[row, behind] = value, column
+    # a stable sort leaves wrong ones before right ones of the same score
+    order = torch.cat([best[:, :k], scores], 1).argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.cat([index[:, :k], columns], 1).gather(1, order), order >= k
 
 
 def summary(i2t: Tensor, t2i: Tensor) -> dict[str, Any]:

@@ -14,13 +14,21 @@ comes first, a wrong candidate's NaN is read as +inf and a right one's as -inf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.metrics import comparable, products, tiles
+from coder_plugin.evaluation.metrics import (
+    best_candidates,
+    comparable,
+    over_folds,
+    products,
+    recall,
+    recall_from_embeddings,
+    tiles,
+)
 
 #: Pairs of the first query's number and score rows [R, C].
 Rows = Iterable[tuple[int, Tensor]]
@@ -58,17 +66,27 @@ class Scores:
         sides = {"i": self._images, "t": self._texts}
         yield from products(comparable(list(zip(sides[way[0]], sides[way[-1]], strict=True))), chunk)
 
-    def of(self, images: Tensor, texts: Tensor) -> Scores:
+    def recall(self, image_of_text: Tensor, *, folds: int = 0) -> dict[str, Any]:
+        """What :func:`~coder_plugin.evaluation.recall` returns; with ``folds`` their mean under ``folds``."""
+        if self._matrix is None:
+            out = recall_from_embeddings(self._images, self._texts, image_of_text)
+        else:
+            out = recall(self._matrix, image_of_text)
+        if folds:
+            count = len(self._images[0])
+            out["folds"] = over_folds(image_of_text, count, folds, lambda *fold: self.of(*fold[:2]).recall(fold[2]))
+        return out
+
+    def of(self, images: Tensor | slice, texts: Tensor) -> Scores:
         """The scores of only these images and texts, by their indices, int64."""
         matrix = None if self._matrix is None else self._matrix[images][:, texts]
         return Scores([each[images] for each in self._images], [each[texts] for each in self._texts], matrix)
 
 
 class Ranking(NamedTuple):
-    """The k best candidates of each query that has a right one, best first."""
+    """Which of the k best candidates are right, best first, of each query that has a right one."""
 
     queries: Tensor  # [Q'] int64, ascending
-    candidates: Tensor  # [Q', k] int64
     right: Tensor  # [Q', k] bool
     positives: Tensor  # [Q'] int64, how many candidates are right
 
@@ -95,9 +113,12 @@ def rankings(rows: Rows, truths: Mapping[str, Tensor], *, k: int = 10, exclude_s
             candidates = tile.shape[1] - exclude_self
             if candidates < depths[name]:
                 raise CoderError(f"the best {depths[name]} candidates are ranked, and there are only {candidates}")
-            tile_pairs = pairs[:, (pairs[0] >= start) & (pairs[0] < start + len(tile))].to(tile.device)
-            if tile_pairs.shape[1]:
-                parts[name].append(_rank_tile(tile, start, tile_pairs, depths[name], exclude_self))
+            queries, column = pairs[:, (pairs[0] >= start) & (pairs[0] < start + len(tile))].to(tile.device)
+            if len(queries):
+                queries, row, count = queries.unique_consecutive(return_inverse=True, return_counts=True)
+                own = queries if exclude_self else None
+                _, right = best_candidates(tile[queries - start], row, column, depths[name], exclude=own)
+                parts[name].append(Ranking(queries, right, count))
     return {name: Ranking(*(torch.cat(part).cpu() for part in zip(*each, strict=True))) for name, each in parts.items()}
 
 
@@ -111,29 +132,6 @@ def _checked(name: str, pairs: Tensor, exclude_self: bool) -> Tensor:
     if exclude_self and (pairs[0] == pairs[1]).any():
         raise CoderError(f"{name}: an item is no right answer to itself")
     return pairs[:, pairs[0].argsort(stable=True)]
-
-
-def _rank_tile(tile: Tensor, start: int, pairs: Tensor, k: int, exclude_self: bool) -> Ranking:
-    """The k best candidates of one tile's queries. ``pairs`` are sorted by query; ``tile`` is not changed."""
-    queries, row, count = pairs[0].unique_consecutive(return_inverse=True, return_counts=True)
-    tile, column = tile[queries - start], pairs[1]
-    # -inf marks candidates that are taken out; so the lowest score of a right candidate is the least finite number, of a wrong
-    # one the next
-    least = torch.finfo(tile.dtype).min
-    second = torch.nextafter(tile.new_tensor(least), tile.new_tensor(0.0))
-    value = tile[row, column].nan_to_num(nan=least, posinf=torch.inf, neginf=least)
-    tile = tile.nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=second)
-    tile[row, column] = -torch.inf
-    if exclude_self:
-        tile[torch.arange(len(tile), device=tile.device), queries] = -torch.inf
-    best, index = tile.topk(k, dim=1)
-    behind = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-    scores = tile.new_full((len(tile), int(count.max())), -torch.inf)
-    columns = torch.zeros_like(scores, dtype=torch.int64)
-    scores[row, behind], columns[row, behind] = value, column
-    # wrong candidates first, so that a stable sort leaves them before right ones of the same score
-    order = torch.cat([best, scores], 1).argsort(dim=1, descending=True, stable=True)[:, :k]
-    return Ranking(queries, torch.cat([index, columns], 1).gather(1, order), order >= k, count)
 
 
 def figures(ranked: Ranking, *, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float | int]:

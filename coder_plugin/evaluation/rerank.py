@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import (
+    best_candidates,
     captions_of,
     check_embeddings,
     comparable,
@@ -58,6 +59,19 @@ class Products:
 
     def all_pairs(self) -> Tensor:
         return torch.cat([tile.clone() for _, tile in products(self.pairs, None)])
+
+
+class MatrixScores:
+    """Scores [N, T] that have been computed, as a :class:`Scorer`."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        return self.scores[image_index[:, :, None], text_index[:, None]]
+
+    def all_pairs(self) -> Tensor:
+        return self.scores
 
 
 class MeanScore:
@@ -150,7 +164,7 @@ def rerank(
     unique = torch.cat([each.flatten() for each in keys]).unique()  # pairs in shortlists of both directions are scored once
     scores = _scores(checked_score, unique, images)
     for each, key in zip(shortlists, keys, strict=True):
-        each.ranks[each.queries] = _ranks_within(scores[torch.searchsorted(unique, key)], each.positives)
+        each.ranks[each.queries] = row_ranks(scores[torch.searchsorted(unique, key)], *each.right.nonzero().T)
     return summary(shortlists[0].ranks, shortlists[1].ranks)
 
 
@@ -159,54 +173,25 @@ class _Shortlists(NamedTuple):
 
     ranks: Tensor  # [queries]
     queries: Tensor  # [R]
-    candidates: Tensor  # [R, K], the right ones last
-    positives: Tensor  # [R] how many are right
+    candidates: Tensor  # [R, K]
+    right: Tensor  # [R, K] bool
 
 
 def _shortlists(
     pairs: Sequence[tuple[Tensor, Tensor]],
-    right: Callable[[int, int], tuple[Tensor, Tensor]],
+    right_pairs: Callable[[int, int], tuple[Tensor, Tensor]],
     k: int,
     chunk: int | None,
 ) -> _Shortlists:
-    """Shortlists from (queries, candidates) of each model; ``right(first, rows)`` gives the row and column of right pairs."""
+    """Shortlists from (queries, candidates) of each model; ``right_pairs(first, rows)`` gives row and column of right pairs."""
     parts = []
     for start, tile in products(pairs, chunk):
-        row, column = right(start, len(tile))
+        row, column = right_pairs(start, len(tile))
         ranks = row_ranks(tile, row, column)
-        shortlist, positives = _shortlist(tile, row, column, k)
-        rows = positives.nonzero().squeeze(1)
-        parts.append((ranks, start + rows, shortlist[rows], positives[rows]))
+        shortlist, right = best_candidates(tile, row, column, k)
+        rows = right.any(1).nonzero().squeeze(1)
+        parts.append((ranks, start + rows, shortlist[rows], right[rows]))
     return _Shortlists(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The best k candidates [R, K] of score rows [R, candidates], K = min(k, candidates), the right ones last, and how
-    many of them are right [R]. Overwrites ``tile``."""
-    rows, candidates = tile.shape
-    k = min(k, candidates)
-    value = tile[row, column]
-    value = value.masked_fill(value.isnan(), -torch.inf)
-    # Only wrong candidates are sorted here: right ones get -inf, and no wrong one keeps that value.
-    tile.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.finfo(tile.dtype).min)
-    tile[row, column] = -torch.inf
-    best, shortlist = tile.topk(min(k + 1, candidates), dim=1)
-    tied = (best[:, 1:] == best[:, :-1]).any(1)
-    if tied.any():  # topk returns ties in any order
-        shortlist[tied] = tile[tied].sort(dim=1, descending=True, stable=True).indices[:, : best.shape[1]]
-    best, shortlist = best[:, :k].contiguous(), shortlist[:, :k].contiguous()
-    # A right candidate comes after the wrong ones that are as good, and after the better right ones.
-    order = value.argsort(descending=True, stable=True)
-    order = order[row[order].argsort(stable=True)]
-    value, row, column = value[order], row[order], column[order]
-    count = torch.bincount(row, minlength=rows)
-    behind = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-    table = value.new_full((rows, int(count.max())), torch.inf)
-    table[row, behind] = value
-    wrong = torch.searchsorted(-best, -table, right=True)[row, behind].minimum(candidates - count[row])
-    inside = wrong + behind < k
-    shortlist[row[inside], k - 1 - behind[inside]] = column[inside]
-    return shortlist, torch.bincount(row[inside], minlength=rows)
 
 
 def _scores(score: Callable[[Tensor, Tensor], Tensor], pairs: Tensor, images: int) -> Tensor:
@@ -227,12 +212,3 @@ def _scores(score: Callable[[Tensor, Tensor], Tensor], pairs: Tensor, images: in
             scores = scores if len(scores) else batch.new_empty(len(pairs))
             scores[index] = batch
     return scores
-
-
-def _ranks_within(scores: Tensor, positives: Tensor) -> Tensor:
-    """0-based ranks [R] by scores [R, K], of which the last ``positives`` [R] of each row are right."""
-    width = scores.shape[1]
-    right = torch.arange(width, device=positives.device) >= width - positives[:, None]
-    best = scores.masked_fill(~right | scores.isnan(), -torch.inf).amax(1, keepdim=True)
-    beaten = ((scores < best) & ~right).sum(1)
-    return width - positives - beaten

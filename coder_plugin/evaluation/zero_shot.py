@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.metrics import align
+from coder_plugin.evaluation.evaluate import evaluating
+from coder_plugin.evaluation.metrics import align, row_ranks
 from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 
@@ -134,7 +136,6 @@ def check_model(model: Any) -> None:
         raise CoderError("--zeroshot classifies pictures, and this model reads region features")
 
 
-@torch.no_grad()
 def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     """Zero-shot accuracy in percent, computed as CLIP's.
 
@@ -160,13 +161,9 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
     if len(model.coder.aggregators) or heads_with(model.coder.heads, Scores):
         ways["vectors"] = (model.embed_image, model.embed_text)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         weights = {name: _classifier(encoder, classes, text) for name, (_, text) in ways.items()}
         ranks = _ranks(encoder, classes, {name: image for name, (image, _) in ways.items()}, weights)
-    finally:
-        model.train(training)
     labels = ranks.pop("label")
     if not len(labels):
         raise CoderError(f"{classes.source.name}: none of its pictures can be read")
@@ -175,17 +172,16 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
 
 
 def _classifier(encoder: Encoder, classes: ImageClasses, encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """The mean text feature of each class [C, D], on the encoder's device."""
-    out = []
-    for name in classes.names:
-        texts = [template(name) for template in classes.templates]
-        features = []
-        for start in range(0, len(texts), encoder.batch_size):
-            with encoder.autocast():
-                tokens = encoder.tokenizer(texts[start : start + encoder.batch_size]).to(encoder.device)
-                features.append(F.normalize(encode(tokens).float(), dim=-1))
-        out.append(F.normalize(torch.cat(features).mean(0), dim=-1))
-    return torch.stack(out)
+    """The mean text feature of each class [C, D], on the encoder's device, by open_clip's own function."""
+    from open_clip import build_zero_shot_classifier
+
+    def encode_text(texts: Tensor, normalize: bool) -> Tensor:
+        with encoder.autocast():
+            features = [encode(part) for part in texts.split(encoder.batch_size)]
+        return F.normalize(torch.cat(features).float(), dim=-1)
+
+    model: Any = SimpleNamespace(encode_text=encode_text)
+    return build_zero_shot_classifier(model, encoder.tokenizer, classes.names, classes.templates, 1, encoder.device).T
 
 
 def _ranks(
@@ -213,8 +209,7 @@ def _ranks(
             with encoder.autocast():
                 features = encode(batch["image"].to(encoder.device)).float()
             scores = (features @ weights[name].T).cpu()
-            right = scores.gather(1, labels[:, None])
-            parts[name].append((~(scores < right)).sum(1) - 1)  # a NaN counts as greater
+            parts[name].append(row_ranks(scores, torch.arange(len(scores)), labels))
     bad = total(distributed.gather_objects(own_bad))
     bad.finish()
     if len(bad) and distributed.rank() == 0:

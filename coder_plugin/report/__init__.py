@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coder_plugin.report.alignment import LOCALS, Aligner, Alignment
 from coder_plugin.report.figures import plot_alignment, plot_analyses, write_alignments
-from coder_plugin.report.tsne import Points, collect_points, frequent_words, measure_points, place_points, plot_tsne
+from coder_plugin.report.tsne import Points, collect_points, frequent_words, measure_points, plot_tsne
 
 __all__ = [
     "LOCALS",
@@ -14,7 +14,6 @@ __all__ = [
     "collect_points",
     "frequent_words",
     "measure_points",
-    "place_points",
     "plot_alignment",
     "plot_analyses",
     "plot_tsne",

@@ -6,8 +6,7 @@ Shapes: L regions or patches of an image, T text positions, W words, D channels,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.evaluate import evaluating
 from coder_plugin.heads.capabilities import heads_having
 from coder_plugin.losses.lca import correspondence
 from coder_plugin.report.words import Word, WordReader
@@ -126,11 +126,9 @@ class Aligner:
         self.encoder, self.model = encoder, encoder.model
         self.reader = WordReader(encoder.tokenizer)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Any:
         """The model in eval mode, without gradients. Call the other methods inside."""
-        with evaluating(self.model):
-            yield
+        return evaluating(self.model)
 
     def describe_image(self, item: Item, picture: Image.Image | None = None) -> ImageFeatures | None:
         """Features of an item's image; None if it cannot be read (encoding the data set counts and reports these).
@@ -202,18 +200,6 @@ class Aligner:
             cosines = _average(maps["text"][0][:, None].float(), caption.words)[:, 0]
             alignment = replace(alignment, word_context=cosines.cpu().numpy())
         return alignment
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """A model in eval mode and without gradients; its mode is restored afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def load_image(encoder: Any, item: Item) -> tuple[Any, Any] | None:

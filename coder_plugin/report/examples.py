@@ -14,12 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from coder_plugin.data.item import Item
+from coder_plugin.evaluation.metrics import best_candidates
+from coder_plugin.evaluation.rerank import Products
 from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.page import Block, heading
 
 Way = Literal["i2t", "t2i"]
-#: Pairs that a fusion score computes at once.
+#: Pairs that are scored at once.
 _PAIRS = 1024
 _SHOWN = 5
 
@@ -117,21 +119,30 @@ def best_and_worst(
 
 def _finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
     """A function from a query to its candidates as recall orders them: at equal scores, wrong before right."""
-    items = encoded.items
-    scorer = None if items is None else items.head.scorer(items.images, items.texts)
+    items, owner = encoded.items, encoded.image_of_text
+    vectors = Products(encoded.images, encoded.texts)
+    fusion = None if items is None else items.head.scorer(items.images, items.texts)
+    everything = torch.arange(len(owner) if way == "i2t" else len(encoded.image_ids))
+
+    @torch.no_grad()
+    def score(scorer: Any, query: int, candidates: Tensor) -> Tensor:
+        sides = (torch.full_like(candidates, query), candidates)[:: 1 if way == "i2t" else -1]
+        parts = zip(*(side[:, None].split(_PAIRS) for side in sides), strict=True)
+        return torch.cat([scorer(*part)[:, 0, 0].float().cpu() for part in parts])
+
+    def ordered(scores: Tensor, right: Tensor) -> Tensor:
+        column = right.nonzero().squeeze(1)
+        return best_candidates(scores[None].clone(), torch.zeros_like(column), column, len(scores))[0][0]
 
     def find(query: int) -> Example:
-        if way == "i2t":
-            scores, right = similarity(encoded.images[query][None], encoded.texts)[0], encoded.image_of_text == query
-        else:
-            scores = similarity(encoded.images, encoded.texts[query][None])[:, 0]
-            right = torch.arange(len(scores)) == encoded.image_of_text[query]
-        order, reranked = _ordered(scores, right), len(scores)
-        if scorer is not None:
+        right = owner == query if way == "i2t" else everything == owner[query]
+        scores, reranked = score(vectors, query, everything), len(everything)
+        order = ordered(scores, right)
+        if fusion is not None:
             shortlist = order[:depth].sort().values
             reranked = len(shortlist)
-            fused = torch.cat([_fused(scorer, way, query, part) for part in shortlist.split(_PAIRS)])
-            order = torch.cat([shortlist[_ordered(fused, right[shortlist])], order[reranked:]])
+            fused = score(fusion, query, shortlist)
+            order = torch.cat([shortlist[ordered(fused, right[shortlist])], order[reranked:]])
             scores = scores.index_put((shortlist,), fused)
         values = zip(order.tolist(), scores[order].tolist(), right[order].tolist(), strict=True)
         hits = [Hit(*each, behind=number >= reranked) for number, each in enumerate(values)]
@@ -139,24 +150,6 @@ def _finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Ex
         return Example(query, rank, hits[:_SHOWN], hits[rank])
 
     return find
-
-
-def _fused(scorer: Any, way: Way, query: int, candidates: Tensor) -> Tensor:
-    queries = torch.full_like(candidates, query)
-    images, texts = (queries, candidates) if way == "i2t" else (candidates, queries)
-    with torch.no_grad():
-        return scorer(images[:, None], texts[:, None])[:, 0, 0].float().cpu()
-
-
-def _ordered(scores: Tensor, right: Tensor) -> Tensor:
-    wrong_first = right.long().argsort(stable=True)
-    return wrong_first[scores[wrong_first].argsort(descending=True, stable=True)]
-
-
-def similarity(images: Tensor, texts: Tensor) -> Tensor:
-    """Scores [n, m] of images [n, D], or [n, V, D] of which the best vector counts, and texts [m, D]."""
-    scores = images.float() @ texts.float().T
-    return scores.amax(1) if images.ndim == 3 else scores
 
 
 # -- the data's items ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +26,8 @@ RECALL_NOTE = (
     "i2t: captions are ranked for an image; t2i: images for a caption. R@K in percent, R@sum their sum, MedR: median rank, of "
     "which less is better."
 )
+#: Cells of a column that is aligned to the right if it has no others.
+_NUMBER = re.compile(r"(–|[\d,]+(\.\d+)?)$")
 
 
 class Section(NamedTuple):
@@ -64,7 +67,8 @@ def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]], *, fol
         narrow: the table fits a phone, which shows the rows of others as cards.
     """
     rows = [(name, [each if isinstance(each, Cell) else Cell(str(each)) for each in cells]) for name, cells in rows]
-    return {"table": {"head": head, "rows": rows, "fold": fold, "narrow": narrow}}
+    numbers = [all(_NUMBER.match(cell.text) for cell in column) for column in zip(*(cells for _, cells in rows), strict=False)]
+    return {"table": {"head": head, "rows": rows, "fold": fold, "narrow": narrow, "numbers": numbers}}
 
 
 def attempt(make: Callable[..., list[Block]], *arguments: Any) -> list[Block]:

@@ -17,10 +17,11 @@ from torch import Tensor
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.evaluate import evaluating
 from coder_plugin.heads.capabilities import heads_having
 from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded, Encoder
-from coder_plugin.report.alignment import Aligner, evaluating, load_image
+from coder_plugin.report.alignment import Aligner, load_image
 from coder_plugin.report.charts import Figure, scatter
 from coder_plugin.report.examples import items_by_key, items_of, load_picture, query_blocks, shown_images
 from coder_plugin.report.figures import plot_alignment
@@ -52,8 +53,8 @@ class Evaluated:
 
 def measure(model: Evaluated, run: RunFolder) -> dict[str, Any]:
     """Recall of the model on the data, with ranks, and the ``depth`` of its shortlists."""
+    from coder_plugin.evaluation.evaluate import measure as measure_recall
     from coder_plugin.evaluation.evaluate import shortlist_length
-    from coder_plugin.evaluation.two_stage import measure as measure_recall
 
     depth = shortlist_length((run.config or {}).get("rerank"), model.encoder)
     return {**measure_recall(model.encoded, 0, depth), "depth": depth}

@@ -145,15 +145,6 @@ def measure_points(points: Points) -> dict[str, Any]:
     }
 
 
-def place_points(points: Points, *, seed: int = 0) -> np.ndarray:
-    """Coordinates [2 N, 2] float32 of the words, then of the regions, by scikit-learn's t-SNE.
-
-    Raises:
-        CoderError: scikit-learn is not installed.
-    """
-    return tsne(np.concatenate([points.words, points.regions]), seed=seed)
-
-
 def tsne(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """t-SNE of [N, D] vectors in two dimensions. The perplexity is 30, or (N - 1) / 3 for fewer points.
 
@@ -189,7 +180,7 @@ def plot_tsne(rows: Mapping[str, Points], path: str | Path, *, seed: int = 0) ->
     handles: dict[str, Any] = {}
     with plain_text():
         for axes, (name, points) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
-            words, regions = np.split(place_points(points, seed=seed), 2)
+            words, regions = np.split(tsne(np.concatenate([points.words, points.regions]), seed=seed), 2)
             for number, concept in enumerate(points.concepts):
                 colour, members = _colour(concepts.index(concept)), points.labels == number
                 axes.scatter(*regions[members].T, s=22, marker="o", facecolors="none", edgecolors=[colour])

@@ -198,9 +198,8 @@ class Work:
 
     def _measure(self, point: Point, split: str) -> dict[str, Any]:
         """Figures of a trained model on a split, and each image's score."""
-        from coder_plugin.evaluation.evaluate import shortlist_length
+        from coder_plugin.evaluation.evaluate import measure, shortlist_length, without_tensors
         from coder_plugin.evaluation.sweep import sweep
-        from coder_plugin.evaluation.two_stage import measure, without_tensors
         from coder_plugin.pretrained.open import open_pretrained, saved_data_config
         from coder_plugin.search.embed import open_data
 

@@ -14,16 +14,6 @@ from coder_plugin.doctor.installation import check_gpus, check_packages, check_p
 from tests.doctor.made import amiss
 
 
-def others(patch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    patch.setattr(installation.metadata, "version", version)
-    patch.setattr(installation.metadata, "requires", lambda name: version(name) and requires.get(name))
-
-
 def test_this_installation() -> None:
     found = list(check_packages())
     assert all(each.level in ("ok", "warning") for each in found)
@@ -32,18 +22,32 @@ def test_this_installation() -> None:
     assert amiss(list(check_plugins())) == {}
 
 
-def test_missing_old_and_conflicting_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ["torch>=2", "timm>=1", "absent", 'extra-one; extra == "x"', 'old; python_version < "3"', "faiss-cpu>=1.8"]
-    versions = {"coder-plugin": "1", "torch": "2.1", "timm": "0.9", "faiss-gpu": "1.9", "numpy": "3"}
-    others(monkeypatch, versions, {"coder-plugin": ours, "torch": ["numpy<3", "sympy"], "faiss-cpu": ["x"]})
-    found = {each.name: each for each in check_packages() if each.level != "ok"}
-    assert {name.rpartition(".")[2]: each.level for name, each in found.items()} == {
-        "timm": "problem", "absent": "problem", "numpy": "warning", "sympy": "warning"
-    }  # fmt: skip
-    assert "timm 0.9 is installed" in found["installation.packages.timm"].text
-    assert "absent is not installed" in found["installation.packages.absent"].text
-    assert 'pip install "torch" "numpy<3"' in found["installation.packages.numpy"].do
-    others(monkeypatch, {}, {})
+def test_what_pip_check_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is a problem, that of a package that we require a warning; a build of FAISS for GPUs stands in for faiss-cpu."""
+    lines = [
+        "coder-plugin 1 has requirement timm>=1, but you have timm 0.9.",
+        "coder-plugin 1 requires faiss-cpu, which is not installed.",
+        "torch 2.1 requires sympy, which is not installed.",
+        "theirs 3 requires absent, which is not installed.",
+    ]
+    done = SimpleNamespace(returncode=1, stdout="\n".join(lines), stderr="")
+    monkeypatch.setattr(installation.subprocess, "run", lambda *_, **__: done)
+    distributions = [("coder-plugin", "1"), ("Torch", "2.1"), ("faiss-gpu", "1.9"), ("theirs", "3")]
+    monkeypatch.setattr(
+        installation.metadata, "distributions", lambda: [SimpleNamespace(name=n, version=v) for n, v in distributions]
+    )
+    monkeypatch.setattr(installation.metadata, "requires", lambda name: ["torch>=2", "timm>=1", 'x-y>1; extra == "x"'])
+    found = list(check_packages())
+    assert [(each.level, each.text) for each in found[1:]] == [
+        ("ok", "coder-plugin 1, torch 2.1"), ("problem", lines[0]), ("warning", lines[2]), ("note", lines[3])
+    ]  # fmt: skip
+    del distributions[2]
+    assert "installation.packages.coder-plugin" in [each.name for each in check_packages() if "faiss-cpu" in each.text]
+    done.stdout, done.stderr = "", "No module named pip"
+    assert [each.text for each in check_packages()][2:] == ["packages were not checked: No module named pip"]
+    done.returncode, done.stdout = 0, "No broken requirements found."
+    assert all(each.level == "ok" for each in check_packages())
+    distributions.clear()
     assert [each.name for each in check_packages()] == ["installation.ours"]
 
 

@@ -22,9 +22,8 @@ from coder_plugin.evaluation.benchmarks import (
     measure_benchmarks,
 )
 from coder_plugin.evaluation.breakdowns import breakdown, groups_of
-from coder_plugin.evaluation.evaluate import ensemble
+from coder_plugin.evaluation.evaluate import ensemble, measure
 from coder_plugin.evaluation.multi_positive import Scores
-from coder_plugin.evaluation.two_stage import measure
 from coder_plugin.pretrained.encode import Encoded
 from tests.evaluation.test_cxc import CAPTIONS, IMAGES, write_csv
 

@@ -15,8 +15,8 @@ import torch
 from coder_plugin.data import open_source
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import coco, eccv, recall_folds, recall_from_embeddings
-from coder_plugin.evaluation.multi_positive import Scores, multi_positive, pairs_of
+from coder_plugin.evaluation import coco, eccv
+from coder_plugin.evaluation.multi_positive import Scores, pairs_of
 from tests.evaluation import coco_made
 
 
@@ -49,41 +49,51 @@ def measured(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> tuple[
     return scores, eccv.eccv_caption(scores, numbers, metrics)
 
 
-def test_the_packages_figures_are_ours(measured: Any, metrics: Any, numbers: coco.Numbers) -> None:
-    scores, got = measured
-    ids = {"i": numbers.images, "t": numbers.captions}
-    for truth, kept in eccv.TRUTHS.items():
-        for way in ("i2t", "t2i"):
-            pairs = pairs_of(getattr(metrics, kept)[way], ids[way[0]], ids[way[-1]])
-            ours = multi_positive(scores.rows(way), pairs)
-            # two of its positives are captions beyond the 25,000, which the package counts as missed
-            tolerance = 0.003 if (truth, way) == ("eccv", "i2t") else 1e-9
-            assert got[truth][way] == pytest.approx({name: ours[name] for name in got[truth][way]}, abs=tolerance)
-    assert got["eccv"]["i2t"].keys() == got["eccv"]["t2i"].keys() == {"r1", "r5", "r10", "map_at_r", "r_precision"}
-    assert 1 < got["eccv"]["i2t"]["map_at_r"] < 99 and got["cxc"]["t2i"]["r1"] > got["coco_5k"]["t2i"]["r1"] - 1
+def ranked_lists(matrix: torch.Tensor, queries: list[int], candidates: list[int], k: int) -> dict[int, list[int]]:
+    """The first k candidates of each query, by id, as the package takes them."""
+    rows = matrix.topk(k, dim=1).indices.tolist()
+    return {query: [candidates[place] for place in row] for query, row in zip(queries, rows, strict=True)}
 
 
-def test_coco_recall_is_the_projects(measured: Any, owner: torch.Tensor) -> None:
-    vectors = coco_made.vectors(owner, 5000, noise=0.3)
-    for truth, ours in (
-        ("coco_5k", recall_from_embeddings(*vectors, owner)),
-        ("coco_1k", recall_folds(*vectors, owner, folds=5)),
-    ):
-        for way in ("i2t", "t2i"):
-            for k in (1, 5, 10):
-                assert measured[1][truth][way][f"r{k}"] == pytest.approx(ours[f"{way}_r{k}"], abs=0.021)  # a tie by rounding
-
-
-def test_lists_of_full_length_give_the_package_the_same(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:
-    """It is given first places alone, and within folds of their own: as if it had all of 300 queries."""
+def test_the_figures_are_the_packages(measured: Any, metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:
+    """Also of ECCV Caption's two positives beyond the 25,000 captions, which count as missed."""
     images, texts = coco_made.vectors(owner, 5000, noise=0.3)
-    few = numbers.images[:300]
-    order = (images[:300] @ texts.T).argsort(dim=1, descending=True)
-    whole = {image: [numbers.captions[place] for place in row] for image, row in zip(few, order.tolist(), strict=True)}
-    got = eccv._folds(Scores(images, texts), numbers, metrics)[0]
-    fold = set(numbers.captions[:5000])
-    for image in few:
-        assert got[image][:10] == [caption for caption in whole[image] if caption in fold][:10]
+    matrix = images @ texts.T
+    other_fold = (torch.arange(5000) // 1000)[:, None] != (torch.arange(25_000) // 5000)[None]
+    ids = numbers.images, numbers.captions
+    expected: dict[str, Any] = {}
+    for targets, scores, k in (
+        (["eccv_map_at_r", "eccv_rprecision", "cxc_recalls", "coco_5k_recalls"], matrix, 200),
+        (["eccv_recalls"], matrix, 10),
+        (["coco_1k_recalls"], matrix.masked_fill(other_fold, -1e9), 10),
+    ):
+        lists = ranked_lists(scores, *ids, k), ranked_lists(scores.T, *ids[::-1], k)
+        expected.update(metrics.compute_all_metrics(*lists, target_metrics=targets, Ks=(1, 5, 10), verbose=False))
+    got = {
+        (f"{truth}_{key}".replace("r_precision", "rprecision"), way): value
+        for truth, ways in measured[1].items()
+        for way, row in ways.items()
+        for key, value in row.items()
+    }
+    assert got.keys() == {(key, way) for key, ways in expected.items() for way in ways} and len(got) == 28
+    for (key, way), value in got.items():
+        tolerance = 0.021 if key.startswith("coco") else 1e-6  # a tie by rounding in another tile
+        assert value == pytest.approx(100 * float(expected[key][way]), abs=tolerance), (key, way)
+    assert 1 < got["eccv_map_at_r", "i2t"] < 99 and got["cxc_r1", "t2i"] > got["coco_5k_r1", "t2i"] - 1
+
+
+def test_the_order_of_the_data_does_not_matter(metrics: Any, numbers: coco.Numbers, measured: Any, owner: torch.Tensor) -> None:
+    """Folds are the package's, and a caption that the benchmark does not have is no candidate."""
+    images, texts = coco_made.vectors(owner, 5000, noise=0.3)
+    rng = torch.Generator().manual_seed(1)
+    rows, columns = torch.randperm(5000, generator=rng), torch.randperm(25_000, generator=rng)
+    moved = coco.Numbers(
+        [numbers.images[row] for row in rows], [numbers.captions[column] for column in columns], torch.arange(1, 25_001)
+    )
+    got = eccv.eccv_caption(Scores(images[rows], torch.cat([images[:1] * 9, texts[columns]])), moved, metrics)
+    for truth, ways in got.items():
+        for way, row in ways.items():
+            assert row == pytest.approx(measured[1][truth][way], abs=0.021)
 
 
 def test_perfect_and_collapsed(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:

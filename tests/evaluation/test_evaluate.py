@@ -18,16 +18,15 @@ from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import compare, metrics, recall, recall_from_embeddings, rerank
-from coder_plugin.evaluation.evaluate import ensemble, evaluate
+from coder_plugin.evaluation.evaluate import ensemble, evaluate, measure, positive_scores
 from coder_plugin.evaluation.sweep import sweep
-from coder_plugin.evaluation.two_stage import measure, positive_scores
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.pretrained.encode import Encoded, Encoder, Items
 from tests import gloo
 from tests.training import region_data
 
-FIGURES = set(metrics._METRICS) | {"images", "texts"}
+FIGURES = set(metrics.METRICS) | {"images", "texts"}
 
 
 class Means(Reranks):
@@ -85,7 +84,7 @@ def encoded(data: str) -> Encoded:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: result[key] for key in metrics._METRICS}
+    return {key: result[key] for key in metrics.METRICS}
 
 
 def test_items_are_each_images_and_captions_own(data: str, encoded: Encoded) -> None:
@@ -228,7 +227,10 @@ def opened(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
 
 def test_the_commands_rows(opened: None) -> None:
     rows = command(run_folder=["a", "b"])
-    assert list(rows) == ["a", "b", "ensemble of 2"]
+    assert list(rows) == ["a", "b", "ensemble of 2", "mean of 2 runs"]
+    mean, two = rows.popitem()[1], [rows["a"]["rsum"], rows["b"]["rsum"]]
+    assert mean["rsum"] == pytest.approx(sum(two) / 2) and mean["sd"]["rsum"] == pytest.approx(abs(two[0] - two[1]) / 2**0.5)
+    assert "sd" in mean["folds"] and "shortlist" not in mean  # which b has not
     assert rows["a"]["rerank"] == rows["ensemble of 2"]["rerank"] == 32 and "rerank" not in rows["b"]
     assert ["shortlist" in row for row in rows.values()] == [True, False, True] and all("folds" in row for row in rows.values())
     assert command(rerank="all")["a"]["rerank"] == "all"
@@ -240,19 +242,19 @@ def test_the_commands_rows(opened: None) -> None:
 
 def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where shortlists hold more pairs than there are, no pair is scored by itself, and the figures are the same."""
-    from coder_plugin.evaluation import two_stage
+    from coder_plugin.evaluation import evaluate as module
 
     encoder, source = make_encoder(data)
     by_pairs = {depth: evaluate(encoder, source, rerank=depth) for depth in (19, 21)}
     asked: list[int] = []
-    scorer = two_stage._scorer
+    scorer = module._scorer
 
     def watched(given: Encoded) -> Any:
         made = scorer(given)
         asked.append(0)
         return SimpleNamespace(all_pairs=lambda: asked.append(1) or made.all_pairs())  # no call of single pairs
 
-    monkeypatch.setattr(two_stage, "_scorer", watched)
+    monkeypatch.setattr(module, "_scorer", watched)
     assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
     with pytest.raises(TypeError, match="not callable"):
         evaluate(encoder, source, rerank=19)
@@ -281,6 +283,7 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     assert together != pytest.approx([rows["a"]["shortlist"][key] for key in keys])
     # figure 4's distance of an image and its caption, by the fused score of the re-ranking head
     assert found["a"]["scores"]["recall_by_length"] == "fused score of the first 32 by embedding"
+    assert found["b"]["scores"]["recall_by_length"] == "embeddings"
     assert found["a"]["alignment"]["image_text_fused"]["count"] == 120
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be made"):
@@ -296,7 +299,7 @@ def test_ranks_encode_their_shares_and_the_first_scores(data: str) -> None:
     alone, whole = on_ranks(data)
     (first, kept), (second, left) = gloo.run(on_ranks, data)
     assert first == second
-    for key in metrics._METRICS:
+    for key in metrics.METRICS:
         assert first[key] == pytest.approx(alone[key], abs=1e-6), key
         assert first["shortlist"][key] == pytest.approx(alone["shortlist"][key], abs=1e-6), key
     assert left.items is None and list(left.captions) == list(kept.captions) == list(whole.captions)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.metrics import best_candidates
 from coder_plugin.evaluation.multi_positive import Scores, multi_positive, pairs_of, rankings
 from tests.references import multi_positive as reference
 
@@ -40,11 +41,18 @@ def test_as_one_place_at_a_time(queries: int, candidates: int, seed: int, own: b
     assert got == pytest.approx(reference.figures(matrix.tolist(), truth, own=own))
     rows = [(start, matrix[start : start + 2]) for start in range(0, queries, 2)]
     ranked = rankings(rows, {"a": pairs(truth, queries, candidates)}, exclude_self=own)["a"]
-    for query, places, right, count in zip(*(each.tolist() for each in ranked), strict=True):
+    for query, right, count in zip(*(each.tolist() for each in ranked), strict=True):
         order = reference.ranked(matrix[query].tolist(), truth[query], query if own else None)
         assert right == [candidate in truth[query] for candidate in order[: len(right)]]
-        assert len(set(places)) == len(places) and count == len(truth[query])
-        assert right == [candidate in truth[query] for candidate in places]
+        assert count == len(truth[query])
+    for query, right in truth.items():
+        own_column = torch.tensor([query]) if own else None
+        column = torch.tensor(sorted(right), dtype=torch.int64)
+        row = matrix[query : query + 1].clone()
+        best, marks = best_candidates(row, torch.zeros_like(column), column, 11, exclude=own_column) if right else ([[]], [[]])
+        order = reference.ranked(matrix[query].tolist(), right, query if own else None)[: len(marks[0])]
+        finite = matrix[query].nan_to_num(neginf=-9)  # wrong candidates at the lowest number tie
+        assert [int(each) for each in best[0]] == order or not finite.equal(matrix[query])
     assert ranked.queries.tolist() == [query for query, right in truth.items() if right]
 
 

@@ -357,7 +357,8 @@ def test_a_folder_that_cannot_be_written(
 
 
 def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    got = rows([str(runs / "before"), str(runs / "after"), "--by", "place", "words", "length"], capsys)
+    *got, mean = rows([str(runs / "before"), str(runs / "after"), "--by", "place", "words", "length"], capsys)
+    assert mean["name"] == "mean of 2 runs" and mean["rsum"] == pytest.approx((got[0]["rsum"] + got[1]["rsum"]) / 2)
     assert [row["name"].split("/")[-1] for row in got] == ["before", "after", "ensemble of 2"]
     for row in got:
         assert list(row["by"]) == ["place", "words", "length"]

@@ -118,7 +118,7 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
     measured = json.loads((folder / "tsne.json").read_text())
     assert list(measured) == ["runs/a", "runs/bb"] and list(measured["runs/a"]["counts"]) == ["dog", "cat", "ball"]
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert [row.get("concept_words") for row in numbers] == [*measured.values(), None]  # the ensemble has none
+    assert [row.get("concept_words") for row in numbers] == [*measured.values(), None, None]  # ensemble and mean have none
     assert f"other concepts' {measured['runs/bb']['gap']:.3f}" in capsys.readouterr().out
 
 

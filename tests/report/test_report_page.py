@@ -19,8 +19,8 @@ from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import two_stage
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
+from coder_plugin.evaluation.rerank import MatrixScores
 from coder_plugin.pretrained.encode import Items
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.curves import METRICS, active_curve
@@ -77,6 +77,9 @@ def test_every_section_shows_something(made: dict[str, Any]) -> None:
     assert tuple(re.findall(r'<section id="(\w+)"', text)) == SECTIONS == tuple(links)
     assert "Not shown" not in text and "Missing or damaged:" not in text and len(text) < 3_000_000
     assert section(text, "regions").count("data:image/jpeg") == 3 == section(text, "concepts").count("data:image/jpeg")
+    right = {head: side for side, head in re.findall(r'<th scope="col"( class="n")?>(.*?)</th>', text)}
+    assert right["R@sum"] and right["Captions"] and right["Weight"] and not (right["Options"] or right["Weights"])
+    assert '<td class="n " data-label="R@sum">' in text and '<td class="" data-label="Options">' in text
     assert re.search(r"[\d.]+ %", section(text, "concepts")) and "by t-SNE" in section(text, "map")
     state = section(text, "state")
     for part in ("momentum: banks", "of 64 entries are filled", "prototypes: centres", "Age of the entries"):
@@ -175,7 +178,7 @@ class Minus(torch.nn.Module):
     """A head that orders a shortlist the other way round."""
 
     def scorer(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> Any:
-        return two_stage._ScoreMatrix(-images["x"] @ texts["x"].T)
+        return MatrixScores(-images["x"] @ texts["x"].T)
 
 
 def test_scores_of_two_kinds_are_told_apart(

@@ -16,7 +16,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.report import Aligner, Points, collect_points, frequent_words, measure_points, place_points, plot_tsne
+from coder_plugin.report import Aligner, Points, collect_points, frequent_words, measure_points, plot_tsne
 from coder_plugin.report import tsne as module
 from tests.training import region_data
 
@@ -51,6 +51,10 @@ def source(count: int | None = None, *, broken: int = -1) -> ItemSource:
 
     chosen = RECORDS[:count]
     return ItemSource([Item(r.name, r.captions, lambda n=n: load(n)) for n, r in enumerate(chosen)], name="made")
+
+
+def placed(points: Points, seed: int = 0) -> np.ndarray:
+    return module.tsne(np.concatenate([points.words, points.regions]), seed=seed)
 
 
 def unit(rows: list[list[float]]) -> np.ndarray:
@@ -95,13 +99,13 @@ def test_too_few_to_compare(labels: list[int]) -> None:
 
 def test_places_are_those_of_the_seed() -> None:
     given = points()
-    first = place_points(given, seed=1)
+    first = placed(given, seed=1)
     assert first.shape == (36, 2) and np.isfinite(first).all()
-    np.testing.assert_array_equal(first, place_points(given, seed=1))
+    np.testing.assert_array_equal(first, placed(given, seed=1))
 
 
 def test_few_points_have_few_neighbours() -> None:
-    assert place_points(points(concepts=2, each=2)).shape == (8, 2)  # 30 neighbours would be an error
+    assert placed(points(concepts=2, each=2)).shape == (8, 2)  # 30 neighbours would be an error
 
 
 def test_frequent_words() -> None:
@@ -162,7 +166,7 @@ def test_models_side_by_side(tmp_path, monkeypatch) -> None:
         regions, words = axes.collections[::2], axes.collections[1::2]
         assert len(words) == len(regions) == len(each.concepts)
         shown = np.concatenate([part.get_offsets() for part in (*words, *regions)])
-        np.testing.assert_allclose(shown, place_points(each), atol=1e-5)  # concepts are in the order of the points
+        np.testing.assert_allclose(shown, placed(each), atol=1e-5)  # concepts are in the order of the points
         for word, region in zip(words, regions, strict=True):
             np.testing.assert_array_equal(word.get_facecolors()[0], region.get_edgecolors()[0])
         assert f"gap {measured[name]['gap']:.3f}" in axes.get_title()
@@ -187,7 +191,7 @@ def test_without_sklearn(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(CoderError, match=r"scikit-learn.*coder-plugin\[report\]"):
-        place_points(points())
+        placed(points())
     with pytest.raises(CoderError, match=r"coder-plugin\[report\]"):
         plot_tsne({"a": points()}, tmp_path / "tsne.png")
     assert not (tmp_path / "tsne.png").exists()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, plural
 
 if TYPE_CHECKING:
     from coder_plugin.config import TrainConfig
@@ -40,8 +42,9 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "extract",
         help="regions of pictures, by a detector or a grid",
-        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards. An "
-        "interrupted run continues where it stopped; the ranks of torchrun or accelerate launch share the work.",
+        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards, one for "
+        "each shard or slice. An interrupted run continues where it stopped; the ranks of torchrun or accelerate launch and "
+        "the tasks of a SLURM array share the work.",
     )
     add_extract_flags(parser)
     add_flags(parser, only=[*_reading(), "max_image_pixels"])
@@ -73,8 +76,12 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="decoding processes per detector process [2]")
     parser.add_argument("--batch-size", type=int, default=8, help="images per call of the detector [8]")
     parser.add_argument(
-        "--shard-size", type=int, default=1000, help="images per shard; an interrupted run repeats at most one shard [1000]"
+        "--shard-size", type=int, default=1000, help="images per shard where IMAGES are not in shards [1000]"
     )
+    parser.add_argument(
+        "--task-index", type=int, metavar="N", help="number of this task, from 0 [in a SLURM array, its own]"
+    )
+    parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks [in a SLURM array, its own]")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda if there is a GPU]")
     parser.add_argument(
         "--max-bad-samples",
@@ -104,15 +111,17 @@ def _extract(arguments: argparse.Namespace) -> int:
 
 
 def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
-    """Extract what the arguments ask for; returns the report.
+    """Extract what the arguments ask for; returns a summary.
 
     ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``image_root`` …
     """
+    from coder_plugin.cli.embed import share_of
     from coder_plugin.data.pictures import open_images
-    from coder_plugin.detectors.extract import extract_regions
+    from coder_plugin.detectors.extract import regions_job
 
+    index, count = share_of(arguments.task_index, arguments.task_count)
     options = {name: getattr(arguments, name) for name in (*_DETECTOR, "image_mean", "image_std")}
-    report = extract_regions(
+    job = regions_job(
         open_images(arguments.images, split=arguments.split, **reading),
         arguments.output,
         detector=arguments.detector,
@@ -126,7 +135,14 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
         workers=arguments.workers,
         max_bad_samples=arguments.max_bad_samples,
     )
-    return str(report)
+    start = time.perf_counter()
+    done = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
+    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(done.bad.items()))
+    lost = f"; {plural(done.bad.total(), 'sample')} skipped ({kinds}), which {job.path(0).parent} names" if done.bad else ""
+    missing = done.units - done.files
+    rest = f"; {plural(missing, 'shard')} of other tasks are missing" if missing else f": train with --regions {job.folder}"
+    made = f"{plural(done.made, 'shard')} made here in {time.perf_counter() - start:.0f} s"
+    return f"regions {job.folder}: {plural(done.files, 'shard')}, {plural(done.images, 'image')}; {made}{lost}{rest}"
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

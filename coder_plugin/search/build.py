@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin import distributed
+from coder_plugin.data.units import differences
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_all_leftovers, sha256_file
-from coder_plugin.search.embed import EmbedJob, differences, embedded
+from coder_plugin.search.embed import EmbedJob, embedded
 from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
 from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_table
 from coder_plugin.search.vectors import build, check_factory

@@ -400,11 +400,11 @@ def _derive(
 
 
 def _starts(table: Table) -> np.ndarray:
-    """Of each image the row of its first caption, and at the end the number of captions."""
+    """Of each image the row of its first caption, and at the end the number of captions; an image without a key is refused."""
     import pyarrow.compute as pc
 
     counts = [pc.list_value_length(batch.column(0)).fill_null(0).to_numpy(zero_copy_only=False)
-              for _, batch in table.batches(["captions"], rows=16384)]  # fmt: skip
+              for _, batch in table.batches(["captions", "key", "image_id"], rows=16384)]  # fmt: skip
     return np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
 
 

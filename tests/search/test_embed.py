@@ -275,7 +275,8 @@ def test_thumbnails_of_regions_are_of_their_pictures() -> None:
     """Of the same key; of a source that is read by position, and of one in shards. None where the picture is broken."""
     pictures = ItemSource([Item(f"{n}", ("a",), partial(_picture, n)) for n in range(4)])
     regions = {item.key: _regions() for _, item in pictures.items()}
-    decoder = Decoder(Slices(RegionSource(pictures, regions), 2, pictures=pictures), lambda regions: torch.zeros(1), 3, thumbnails=8)
+    slices = Slices(RegionSource(pictures, regions), 2, pictures=pictures)
+    decoder = Decoder(slices, lambda regions: torch.zeros(1), 3, thumbnails=8)
     blocks = [block for block in decoder.blocks([1, 0], 0) if block.records]
     thumbnails = [file for block in blocks for file in block.thumbnails]
     assert [record.key for block in blocks for record in block.records] == ["2", "3", "0", "1"] and thumbnails[1] == b""

@@ -112,7 +112,7 @@ def build(
     path: Path, factory: str, dimensions: int, count: int, batches: Callable[[], Iterable[np.ndarray]]
 ) -> None:
     """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``; for inverted lists (IVF) also the vectors that
-    it is trained on, 64 for each list, and 12 bytes a vector; for other kinds what the index itself takes.
+    it is trained on, 64 for each list, and 16 bytes a vector; for other kinds what the index itself takes.
 
     Args:
         path: the file.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import MISSING, READING, TrainConfig, option, resolve
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, plural
 
 #: The options that say how captions and pictures are read.
 _READING = [name for name in READING if not name.startswith("regions")]
@@ -60,7 +62,9 @@ class Extract:
     to_split: str | None = option(None, "name of the split in OUTPUT [the same as --split]", metavar="SPLIT")
     workers: int = option(2, "decoding processes per detector process", at_least=0)
     batch_size: int = option(8, "images per call of the detector", at_least=1)
-    shard_size: int = option(1000, "images per shard; an interrupted run repeats at most one shard", at_least=1)
+    shard_size: int = option(1000, "images per shard where IMAGES are not in shards", at_least=1)
+    task_index: int | None = option(None, "number of this task, from 0 [in a SLURM array, its own]")
+    task_count: int | None = option(None, "number of tasks [in a SLURM array, its own]")
     device: str | None = option(None, "cpu, cuda, cuda:1 … [cuda if there is a GPU]")
     max_bad_samples: float = option(
         0.01, "stop above this fraction of images that cannot be used, judged once 1,000 are read", at_least=0, below=1
@@ -100,8 +104,9 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "extract",
         help="regions of pictures, by a detector or a grid",
-        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards. An "
-        "interrupted run continues where it stopped; the ranks of torchrun or accelerate launch share the work.",
+        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards, one for "
+        "each shard or slice. An interrupted run continues where it stopped; the ranks of torchrun or accelerate launch and "
+        "the tasks of a SLURM array share the work.",
     )
     add_command(parser, Extract, _extract, options=[*_READING, "max_image_pixels"])
 
@@ -126,15 +131,17 @@ def _extract(arguments: Extract, options: Mapping[str, Any]) -> int:
 
 
 def extract_command(arguments: Extract, **reading: Any) -> str:
-    """Extract what the arguments ask for; returns the report.
+    """Extract what the arguments ask for; returns a summary.
 
     ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``image_root`` …
     """
+    from coder_plugin.cli.embed import share_of
     from coder_plugin.data.pictures import open_images
-    from coder_plugin.detectors.extract import extract_regions
+    from coder_plugin.detectors.extract import regions_job
 
+    index, count = share_of(arguments.task_index, arguments.task_count)
     options = {name: getattr(arguments, name) for name in _DETECTOR}
-    report = extract_regions(
+    job = regions_job(
         open_images(arguments.images, split=arguments.split, **reading),
         arguments.output,
         detector=arguments.detector,
@@ -148,7 +155,14 @@ def extract_command(arguments: Extract, **reading: Any) -> str:
         workers=arguments.workers,
         max_bad_samples=arguments.max_bad_samples,
     )
-    return str(report)
+    start = time.perf_counter()
+    done = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
+    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(done.bad.items()))
+    lost = f"; {plural(done.bad.total(), 'sample')} skipped ({kinds}), which {job.path(0).parent} names" if done.bad else ""
+    missing = done.units - done.files
+    rest = f"; {plural(missing, 'shard')} of other tasks are missing" if missing else f": train with --regions {job.folder}"
+    made = f"{plural(done.made, 'shard')} made here in {time.perf_counter() - start:.0f} s"
+    return f"regions {job.folder}: {plural(done.files, 'shard')}, {plural(done.images, 'image')}; {made}{lost}{rest}"
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

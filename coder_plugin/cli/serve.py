@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,8 +16,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 log = logging.getLogger(__name__)
-#: Connections beyond --max-requests: browsers keep some open.
-_IDLE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: Command) -> int:
     from coder_plugin.cli.checks import check_exists, check_folder
-    from coder_plugin.serve.guard import name_of
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     for folder in arguments.data or ():
@@ -55,9 +53,6 @@ def run(arguments: Command) -> int:
             raise CoderError(f"--data {folder} is a file: give the folder that it is in")
     if not 0 <= arguments.port < 1 << 16:
         raise CoderError(f"--port must be 0 to 65535, got {arguments.port}")
-    for name in arguments.allow_host:
-        if not name_of(name):
-            raise CoderError(f"--allow-host {name}: give a name without https:// and path, such as search.example.org")
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:
         raise CoderError(f'serve needs {", ".join(missing)}: pip install "coder-plugin[serve]"')
@@ -67,14 +62,15 @@ def run(arguments: Command) -> int:
 
 def serve_command(arguments: Command) -> None:
     """Open the index and answer requests until the process is stopped."""
-    from coder_plugin.serve import server
+    from coder_plugin.serve import app as server
 
+    names = {name: server.name_of(name) for name in arguments.allow_host}
+    for given, name in names.items():
+        if not name:
+            raise CoderError(f"--allow-host {given}: give a name without https:// and path, such as search.example.org")
     with server.bind(arguments.host, arguments.port) as bound:
         from coder_plugin.data.decode import check_max_pixels
         from coder_plugin.search.searcher import open_searcher
-        from coder_plugin.serve.app import make_app
-        from coder_plugin.serve.engine import Engine
-        from coder_plugin.serve.guard import LOCAL, name_of
         from coder_plugin.serve.originals import Originals, recorded_folders
 
         check_max_pixels(arguments.max_image_pixels)
@@ -86,30 +82,43 @@ def serve_command(arguments: Command) -> None:
             gpu=arguments.gpu,
             reranker=arguments.reranker,
         )
-        engine = Engine(searcher, rerank=arguments.rerank)
-        engine.text("a picture", 1).result()  # the first search takes longer than the others
+        engine = server.Engine(searcher, rerank=arguments.rerank)
+        among = "images" if "images" in searcher.index.vectors else "captions"
+        engine.text("a picture", 1, among=among, where=None)  # the first search takes longer than the others
         note = searcher.index.note
         originals = Originals(recorded_folders(note) if arguments.data is None else arguments.data)
         if note["images"] and originals.open(searcher.index.records.images([0])[0]) is None:
-            log.warning("the pictures' own files are not found, so thumbnails are shown: --data FOLDER says where they are")
-        names = {name_of(name) for name in arguments.allow_host}
-        local = server.is_local(bound)
+            hint = _hint(str(note["plan"].get("data")), arguments.data)
+            log.warning("the pictures' own files are not found, so thumbnails are shown%s", hint)
+        address, port = bound.getsockname()[:2]
+        local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if not local:
             log.warning("--host %s: whoever reaches this machine can search the index and see its pictures", arguments.host)
-        address = server.address(bound, arguments.host)
-        app = make_app(
+        name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        app = server.make_app(
             engine,
             originals,
-            hosts={*LOCAL, *names, name_of(address.split("/")[2])} if local or names else None,
-            requests=arguments.max_requests,
+            hosts={*server.LOCAL, *names.values(), server.name_of(name)} if local or names else None,
             upload_bytes=arguments.max_upload_mb << 20,
             pixels=arguments.max_image_pixels,
         )
         bound.listen(128)  # whoever connects from now on is answered
         sizes = ", ".join(plural(searcher.index.size(f"{kind}s"), kind) for kind in ("image", "caption"))
         echo(f"{arguments.index}: {sizes}; model {note['model'].get('name') or 'without a name'}")
-        echo(f"serving at {address} (Ctrl-C stops)")
+        echo(f"serving at http://{name}:{port}/ (Ctrl-C stops)")
         try:
-            server.run(app, bound, connections=arguments.max_requests + _IDLE)
+            server.run(app, bound, requests=arguments.max_requests)
         finally:
             engine.close()
+
+
+def _hint(data: str, folders: list[str] | None) -> str:
+    """What to do where the pictures that were embedded from ``data`` are not found; nothing for those that are no files."""
+    from coder_plugin.data.tars import local_path
+    from coder_plugin.locations import is_local
+
+    if data == "scenes":
+        return ": the built-in scenes are drawn, so they have none"
+    if folders is None and not (is_local(data) and Path(local_path(data)).is_absolute()):
+        return f": they were read from {data[:200]}, not from a folder of this machine"
+    return ": --data FOLDER says where they are"

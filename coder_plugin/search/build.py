@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin import distributed
+from coder_plugin.data.units import differences
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_all_leftovers, sha256_file
-from coder_plugin.search.embed import EmbedJob, differences, embedded
+from coder_plugin.search.embed import EmbedJob, embedded
 from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
 from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_table
 from coder_plugin.search.vectors import build, check_factory
@@ -399,11 +400,11 @@ def _derive(
 
 
 def _starts(table: Table) -> np.ndarray:
-    """Of each image the row of its first caption, and at the end the number of captions."""
+    """Of each image the row of its first caption, and at the end the number of captions; an image without a key is refused."""
     import pyarrow.compute as pc
 
     counts = [pc.list_value_length(batch.column(0)).fill_null(0).to_numpy(zero_copy_only=False)
-              for _, batch in table.batches(["captions"], rows=16384)]  # fmt: skip
+              for _, batch in table.batches(["captions", "key", "image_id"], rows=16384)]  # fmt: skip
     return np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
 
 

@@ -14,6 +14,7 @@ import torch
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import Progress
 from coder_plugin.search.index import Index
+from coder_plugin.search.miner import chunks
 from coder_plugin.search.vectors import Vectors, is_lossless
 
 #: The cosine from which on two images count as near-duplicates.
@@ -80,77 +81,72 @@ def find_duplicates(
         raise CoderError(f"the threshold is a cosine, above 0 and at most 1, got {threshold}")
     if "images" not in index.vectors:
         raise CoderError(f"{index.folder} has no vectors of images: make it with --what images or both")
-    vectors, rows = index.vectors["images"], np.arange(index.note["images"])
+    vectors = index.vectors["images"]
     if exact is None:
         factory = index.note["factory"]
-        exact = factory == "Flat" or (is_lossless(factory) and not _equal_lengths(vectors, rows))
+        exact = factory == "Flat" or (is_lossless(factory) and not _equal_lengths(vectors))
     parent = np.arange(vectors.items)
     crowded = 0
-    with Progress(len(rows), what="images") as progress:
+    with Progress(vectors.items, what="images") as progress:
         if exact:
             device = torch.device("cuda" if gpu and torch.cuda.is_available() else "cpu")
-            for count, one, other in _pairs(vectors, rows, threshold - ROUNDING, device):
+            for count, one, other in _pairs(vectors, threshold - ROUNDING, device):
                 _join(parent, one, other)
                 progress.update(count)
         else:
-            for count, one, other, more in _neighbours(index, rows, threshold - ROUNDING):
+            for count, one, other, more in _neighbours(index, threshold - ROUNDING):
                 _join(parent, one, other)
                 crowded += more
                 progress.update(count)
     groups = [Group(each, _similarities(vectors, each)) for each in _groups(parent)]
     groups.sort(key=lambda group: (-len(group.rows), group.rows[0]))
-    return Duplicates(groups, len(rows), exact, is_lossless(index.note["factory"]), crowded)
+    return Duplicates(groups, vectors.items, exact, is_lossless(index.note["factory"]), crowded)
 
 
-def _unit(vectors: Vectors, rows: np.ndarray) -> np.ndarray:
+def _unit(vectors: Vectors, rows: np.ndarray | range) -> np.ndarray:
     """Vectors [n, V * D] whose inner products are the cosines, as means over the embeddings; zeros stay zeros."""
     found = vectors.gather(rows)
     found /= np.maximum(np.linalg.norm(found, axis=2, keepdims=True), 1e-30) * np.sqrt(np.float32(vectors.views))
     return found.reshape(len(rows), -1)
 
 
-def _equal_lengths(vectors: Vectors, rows: np.ndarray) -> bool:
-    """Whether the vectors of some rows, drawn evenly, have one length, but for a hundredth."""
-    lengths = np.linalg.norm(vectors.gather(rows[:: max(1, -(-len(rows) // _SAMPLE))]), axis=2)
+def _equal_lengths(vectors: Vectors) -> bool:
+    """Whether the vectors of some images, drawn evenly, have one length, but for a hundredth."""
+    lengths = np.linalg.norm(vectors.gather(range(0, vectors.items, max(1, -(-vectors.items // _SAMPLE)))), axis=2)
     return bool(lengths.min(initial=np.inf) >= 0.99 * lengths.max(initial=0))
 
 
-def _lengths(vectors: Vectors, rows: np.ndarray) -> np.ndarray:
-    """The lengths [N] float32 of images' vectors; infinity for zeros, which are near nothing, and for other rows."""
-    lengths = np.full(vectors.items, np.inf, dtype=np.float32)
-    size = max(1, _FLOATS // vectors.dimensions)
-    for start in range(0, len(rows), size):
-        some = rows[start : start + size]
-        found = np.linalg.norm(vectors.gather(some)[:, 0], axis=1)
-        lengths[some] = np.where(found > 0, found, np.inf)
-    return lengths
+def _lengths(vectors: Vectors) -> np.ndarray:
+    """The lengths [N] float32 of images' vectors; infinity for zeros, which are near nothing."""
+    some = chunks(vectors.items, max(1, _FLOATS // vectors.dimensions))
+    lengths = np.concatenate([np.linalg.norm(vectors.gather(rows)[:, 0], axis=1) for rows in some])
+    return np.where(lengths > 0, lengths, np.float32(np.inf))
 
 
 def _pairs(
-    vectors: Vectors, rows: np.ndarray, threshold: float, device: torch.device
+    vectors: Vectors, threshold: float, device: torch.device
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """All pairs of rows whose cosine reaches the threshold, by blocks: images that are done, and the rows of the pairs."""
     against = max(1, min(_AGAINST, _FLOATS // (vectors.views * vectors.dimensions)))
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK]
+    nothing = np.empty(0, np.int64)
+    for block in chunks(vectors.items, _BLOCK):
         queries = torch.from_numpy(_unit(vectors, block)).to(device)
-        for first in range(start, len(rows), against):
-            others = rows[first : first + against]
-            close = queries @ torch.from_numpy(_unit(vectors, others)).to(device).T >= threshold
-            one, other = close.nonzero(as_tuple=True)
-            yield 0, block[one.cpu().numpy()], others[other.cpu().numpy()]
-        yield len(block), block[:0], block[:0]
+        for first in range(block.start, vectors.items, against):
+            others = torch.from_numpy(_unit(vectors, range(first, min(first + against, vectors.items)))).to(device)
+            one, other = (queries @ others.T >= threshold).nonzero(as_tuple=True)
+            yield 0, block.start + one.cpu().numpy(), first + other.cpu().numpy()
+        yield len(block), nothing, nothing
 
 
-def _neighbours(index: Index, rows: np.ndarray, threshold: float) -> Iterator[tuple[int, np.ndarray, np.ndarray, int]]:
+def _neighbours(index: Index, threshold: float) -> Iterator[tuple[int, np.ndarray, np.ndarray, int]]:
     """Pairs as :func:`_pairs`, of images and the neighbours that the index finds; and how many images may have more.
 
     Where all neighbours of an image reach the threshold, more are searched for.
     """
     vectors = index.vectors["images"]
-    waiting, k = rows, min(_NEIGHBOURS, vectors.items)
+    waiting, nothing, k = np.arange(vectors.items), np.empty(0, np.int64), min(_NEIGHBOURS, vectors.items)
     # a score is both lengths times the cosine, but of compressed vectors, or of the best of several embeddings
-    lengths = _lengths(vectors, rows) if vectors.views == 1 and is_lossless(index.note["factory"]) else None
+    lengths = _lengths(vectors) if vectors.views == 1 and is_lossless(index.note["factory"]) else None
     while True:
         size = max(1, _FLOATS // (k * vectors.views * vectors.views * vectors.dimensions))
         full: list[np.ndarray] = []
@@ -169,9 +165,9 @@ def _neighbours(index: Index, rows: np.ndarray, threshold: float) -> Iterator[tu
             more = close.all(1)
             full.append(block[more])
             yield int((~more).sum()), block[one], found[one, other], 0
-        waiting = np.concatenate(full) if full else rows[:0]
+        waiting = np.concatenate(full)
         if not len(waiting) or k == min(MOST_NEIGHBOURS, vectors.items):
-            yield len(waiting), rows[:0], rows[:0], len(waiting) if k < vectors.items else 0
+            yield len(waiting), nothing, nothing, len(waiting) if k < vectors.items else 0
             return
         k = min(4 * k, MOST_NEIGHBOURS, vectors.items)
 

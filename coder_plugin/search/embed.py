@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import io
 import json
 import logging
 import math
 import os
-import pickle
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from PIL.Image import Image, Resampling
-from torch.utils.data import DataLoader, Dataset, default_collate
 
 from coder_plugin.backbones.names import model_names
 from coder_plugin.config import OPENING, READING, DataConfig
 from coder_plugin.data import HUB
-from coder_plugin.data.bad_samples import Bad, BadSample, BadSamples, describe, shorten
+from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
-from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures, is_pictures
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import local_path
-from coder_plugin.data.workers import start_worker
+from coder_plugin.data.units import Block, Decoder, Job, Record, Slices
 from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
-from coder_plugin.files import remove_all_leftovers
 from coder_plugin.locations import is_local
 from coder_plugin.pretrained.build import check_data
 from coder_plugin.pretrained.device import local_device
@@ -51,19 +42,8 @@ ROWS_PER_FILE = 4096
 _FILE = re.compile(r"\d{8}\.parquet")
 
 
-class Finished(NamedTuple):
-    """What :meth:`EmbedJob.run` leaves in the folder."""
-
-    units: int
-    files: int  # complete ones
-    made: int  # by this process
-    images: int  # of the complete ones
-    captions: int
-    bad: Counter[str]  # samples that were left out, by kind
-
-
 @dataclass(frozen=True, kw_only=True)
-class EmbedJob:
+class EmbedJob(Job):
     """What ``coder-plugin embed`` does, for one process or for the tasks of Ray, Spark and the like. It can be pickled.
 
     Args:
@@ -108,15 +88,6 @@ class EmbedJob:
     rows_per_file: int = ROWS_PER_FILE
 
     @property
-    def units(self) -> int:
-        """Shards or slices of the data, and files of the finished folder."""
-        return len(self.opened.slices)
-
-    def header(self) -> dict[str, Any]:
-        """What all files say of model, data and options."""
-        return self.opened.header
-
-    @property
     def dimensions(self) -> int:
         """Of the vectors."""
         return self.opened.dimensions
@@ -126,98 +97,18 @@ class EmbedJob:
         """Model and data, which a process opens once."""
         return _opened(json.dumps(asdict(self), sort_keys=True))
 
-    def __call__(self, unit: int) -> dict[str, Any]:
-        """Embed a unit, unless its file is complete: a pure function of the job and the number.
-
-        Args:
-            unit: from 0 to ``units - 1``.
-
-        Returns:
-            ``unit``, ``path``, and the numbers of ``rows``, ``captions`` and ``bad`` samples.
-
-        Raises:
-            CoderError: data that the model cannot read, too many bad samples, or a file that was made with other options.
-        """
-        self._prepare()
-        bad = BadSamples(
-            self.opened.source.name, self.opened.encoder.max_bad_samples, reads_regions=self.opened.encoder.reads_regions
-        )
-        header = self._complete(unit)
-        if header is None:
-            [(_, header)] = self.opened.write(self, [unit], bad)
-            bad.finish()
-        sizes = {"rows": header["rows"], "captions": header["captions"], "bad": len(header["bad"])}
-        return {"unit": unit, "path": str(self.path(unit)), **sizes}
-
-    def run(self, *, index: int = 0, count: int = 1, shown: bool = True) -> Finished:
-        """Embed what the folder lacks of every ``count``-th unit, from number ``index`` on.
-
-        Args:
-            index: number of this process or task, from 0.
-            count: of processes and tasks.
-            shown: whether to show progress.
-
-        Raises:
-            CoderError: as of a call; no image could be embedded.
-        """
-        self._prepare()
-        opened = self.opened
-        bad = BadSamples(
-            opened.source.name, opened.encoder.max_bad_samples, reads_regions=opened.encoder.reads_regions
-        )
-        headers = {unit: header for unit in range(index, self.units, count) if (header := self._complete(unit)) is not None}
-        for header in headers.values():
-            bad.restore({"read": header["rows"] + len(header["bad"]), "kinds": Counter(kind for kind, _ in header["bad"])})
-        missing = [unit for unit in range(index, self.units, count) if unit not in headers]
-        total = getattr(opened.source, "num_images", None) if count == 1 else None
-        with Progress(total, sum(each["rows"] for each in headers.values()), what="images", shown=shown) as progress:
-            headers.update(opened.write(self, missing, bad, progress))
-        bad.finish()
-        headers.update((unit, header) for unit in range(self.units) if unit not in headers and (header := self._complete(unit)))
-        images, captions = (sum(each[name] for each in headers.values()) for name in ("rows", "captions"))
-        if not images and len(headers) == self.units:
-            raise CoderError(f"{opened.source.name}: no image could be embedded: {bad}")
-        kinds = Counter(kind for each in headers.values() for kind, _ in each["bad"])
-        return Finished(self.units, len(headers), len(missing), images, captions, kinds)
-
     def path(self, unit: int) -> Path:
         """A unit's file."""
         return Path(self.output) / f"{unit:08d}.parquet"
 
-    def _prepare(self) -> None:
-        """Make the folder. One that holds something else is refused before a model computes."""
-        folder = Path(self.output)
-        _ = self.opened  # what cannot be opened leaves no folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_all_leftovers(folder)
-            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-        except OSError as error:
-            raise CoderError(f"{folder} cannot be written: {error}") from error
-        files = [name for name in names if _FILE.fullmatch(name)]
-        if others := [name for name in names if name not in files]:
-            raise CoderError(f"{folder} holds other files ({', '.join(others[:3])}): choose another folder")
-        if files:
-            self._complete(int(files[0].partition(".")[0]))
+    def read(self, unit: int) -> dict[str, Any]:
+        """The header of a unit's file; ``CoderError``: a damaged one."""
+        return read_header(self.path(unit))
 
-    def _complete(self, unit: int) -> dict[str, Any] | None:
-        """The header of a unit's file; None if there is none, or a damaged one."""
-        path = self.path(unit)
-        if not path.exists():
-            return None
-        try:
-            header = read_header(path)
-        except CoderError as error:
-            log.warning("%s", error)
-            return None
-        now = {**self.header(), "unit": unit}
-        if header != {**header, **now}:
-            before, plan = {**header.get("plan", {}), "unit": header.get("unit")}, {**now["plan"], "unit": unit}
-            raise CoderError(
-                f"{self.output} was begun with other options ({differences(before, plan) or 'another model'}): use the same "
-                "options, choose another folder, or remove this one"
-            )
-        return header
+    def check_folder(self, names: Sequence[str]) -> None:
+        """Refuse a folder with files of these names that are not this job's."""
+        if others := [name for name in names if not _FILE.fullmatch(name)]:
+            raise CoderError(f"{self.output} holds other files ({', '.join(others[:3])}): choose another folder")
 
 
 class _Opened:
@@ -264,12 +155,16 @@ class _Opened:
         #: As JSON gives it back, so that it can be compared.
         self.header: dict[str, Any] = json.loads(json.dumps({"model": record, "plan": plan, "units": len(self.slices)}))
 
+    def bad(self) -> BadSamples:
+        """A new count of bad samples."""
+        return BadSamples(self.source.name, self.encoder.max_bad_samples, reads_regions=self.encoder.reads_regions)
+
     def write(
         self, job: EmbedJob, units: Sequence[int], bad: BadSamples, progress: Progress | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Write the files of units, and give the header of each."""
         transform = None if job.what == "captions" else self.encoder.transform
-        decoder = _Decoder(self.slices, transform, self.encoder.batch_size, job.thumbnails)
+        decoder = Decoder(self.slices, transform, self.encoder.batch_size, thumbnails=job.thumbnails)
         check = None if transform is None else self._check
         for unit, blocks in groupby(decoder.blocks(units, self.encoder.workers, check), key=lambda block: block.unit):
             header: dict[str, Any] = {**self.header, "unit": unit, "bad": []}
@@ -299,7 +194,7 @@ class _Opened:
         check_data(self.model.model, loaded, name=self.source.name, max_regions=self.model.config.max_regions)
 
     def _batches(
-        self, job: EmbedJob, blocks: Iterable[_Block], header: dict[str, Any], bad: BadSamples, progress: Progress | None
+        self, job: EmbedJob, blocks: Iterable[Block], header: dict[str, Any], bad: BadSamples, progress: Progress | None
     ) -> Iterator[Rows]:
         """The rows of a unit's blocks; what was left out is listed in the header."""
         for block in blocks:
@@ -310,7 +205,7 @@ class _Opened:
             if progress is not None:
                 progress.update(len(block.records) + len(block.bad))
 
-    def _rows(self, job: EmbedJob, block: _Block) -> Rows:
+    def _rows(self, job: EmbedJob, block: Block) -> Rows:
         """A block's vectors."""
         captions = [caption for record in block.records for caption in record.captions]
         images, item, texts = None, None, None
@@ -350,201 +245,10 @@ def _joined(first: Rows, others: Iterator[Rows]) -> Iterator[Rows]:
     yield from others
 
 
-class Slices:
-    """A data set in units: each shard is one, or each slice of the images of any other data.
-
-    Args:
-        source: a :class:`~coder_plugin.data.source.Source`, or :class:`~coder_plugin.data.pictures.Pictures`.
-        rows: images of a slice, from 1.
-        pictures: for thumbnails of images that are read as regions: a source of their pictures; None: none.
-
-    Raises:
-        CoderError: there are none, or their number is not known, so that they cannot be divided.
-
-    Example:
-        >>> from coder_plugin.data import open_source
-        >>> slices = Slices(open_source("scenes", count=5), 2)
-        >>> len(slices), [slices.item(handle).key for handle in slices.handles(2)]
-        (3, ['scenes/train/000004'])
-    """
-
-    def __init__(self, source: Any, rows: int, *, pictures: Any = None) -> None:
-        if rows < 1:
-            raise CoderError(f"--rows-per-file must be at least 1, got {rows}")
-        self.source, self.rows, self.pictures = source, rows, pictures
-        self._inner = getattr(source, "captions", source)  # of regions joined to captions
-        self.by_shards = hasattr(self._inner, "read_shard")
-        if self.by_shards:
-            self._count = self._inner.num_shards
-        elif source.num_images is None:
-            raise CoderError(f"{source.name}: the number of its images is not known, so they cannot be divided into files")
-        else:
-            self._count = -(-source.num_images // rows)
-        if not self._count:
-            raise CoderError(f"{source.name}: no images")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def handles(self, unit: int) -> Iterator[int | Item]:
-        """The images of a unit, by position or read from a shard, which is read from its start to its end, once."""
-        if self.by_shards:
-            yield from self._inner.read_shard(unit)
-        elif hasattr(self._inner, "item"):
-            yield from range(unit * self.rows, min((unit + 1) * self.rows, self.source.num_images))
-        else:  # a reader of another package: the only block of its rank
-            yield from (item for _, item in islice(self._inner.items(unit, self._count, block=self.rows), self.rows))
-
-    def item(self, handle: int | Item) -> Item:
-        """The image of a handle, in whichever process."""
-        item = self._inner.item(handle) if isinstance(handle, int) else handle
-        return item if self._inner is self.source else self.source.with_regions(item)
-
-    def picture(self, handle: int | Item) -> Item:
-        """As :meth:`item`, the picture of an image that is read as regions."""
-        return self.pictures.item(handle) if isinstance(handle, int) else handle
-
-
-class _Record(NamedTuple):
-    """What is kept of an image besides its vectors."""
-
-    key: str
-    captions: tuple[str, ...]
-    path: str | None
-    member: str | None
-    metadata: dict[str, Any]
-
-
-class _Block(NamedTuple):
-    """Some images of a unit, decoded."""
-
-    unit: int
-    records: list[_Record]  # b
-    image: Any = None  # tensor [b, ...] or a dict of them
-    thumbnails: Sequence[bytes] = ()  # b JPEG files, empty where there is none
-    bad: Sequence[Bad] = ()
-
-
-class _Decoder(Dataset):
-    """Decodes blocks, in this process or in those of a DataLoader, which serve all units. An error is returned as an object."""
-
-    def __init__(self, slices: Slices, transform: Any, size: int, thumbnails: int) -> None:
-        self.slices, self.transform, self.size, self.thumbnails = slices, transform, size, thumbnails
-
-    def blocks(
-        self, units: Iterable[int], workers: int, check: Callable[[Any], None] | None = None
-    ) -> Iterator[_Block]:
-        """The blocks of units in order; each unit begins with a block of no images. ``check`` gets the first image."""
-        requests = self._requests(units, check, sent=workers > 0)
-        if workers and self.transform is not None:
-            loader: DataLoader[Any] = DataLoader(
-                self,
-                sampler=requests,  # type: ignore[arg-type]  # sent to a worker: here images, not numbers of them
-                batch_size=None,
-                num_workers=workers,
-                collate_fn=_identity,
-                generator=torch.Generator().manual_seed(0),
-                worker_init_fn=start_worker,
-            )
-            decoded: Iterable[Any] = loader
-        else:
-            decoded = map(self.__getitem__, requests)
-        for block in decoded:
-            if isinstance(block, CoderError):
-                raise block
-            yield block
-
-    def _requests(
-        self, units: Iterable[int], check: Callable[[Any], None] | None, *, sent: bool
-    ) -> Iterator[tuple[int, list[Any]] | CoderError]:
-        """Handles of the images of blocks. This process reads the shards, each once."""
-        try:
-            for unit in units:
-                yield unit, []
-                handles = self.slices.handles(unit)
-                while block := list(islice(handles, self.size)):
-                    if sent and isinstance(block[0], Item):
-                        sent = False
-                        self._check_pickles(block[0])
-                    if check is not None and (loaded := self._first(block)) is not None:
-                        check(loaded)
-                        check = None
-                    yield unit, block
-        except CoderError as error:  # a DataLoader may be starting its processes
-            yield error
-
-    def _check_pickles(self, item: Item) -> None:
-        try:
-            pickle.dumps(item)
-        except Exception as error:  # of many kinds; in the queue's own thread it would be lost
-            name = self.slices.source.name
-            raise CoderError(f"{name}: its samples cannot be sent to processes: use --workers 0") from error
-
-    def _first(self, handles: Sequence[int | Item]) -> Any:
-        """The first image that can be read; None without any."""
-        for handle in handles:
-            with contextlib.suppress(OSError, BadSample):
-                return self.slices.item(handle).load()
-        return None
-
-    def __getitem__(self, request: tuple[int, list[Any]] | CoderError) -> _Block | CoderError:
-        if isinstance(request, CoderError):
-            return request
-        try:
-            return self._decode(*request)
-        except CoderError as error:
-            return CoderError(str(error))
-
-    def _decode(self, unit: int, handles: Sequence[int | Item]) -> _Block:
-        records, images, thumbnails, bad = [], [], [], []
-        for handle in handles:
-            item = self.slices.item(handle)
-            try:
-                if item.fault is not None:
-                    raise item.fault
-                loaded = None if self.transform is None else item.load()
-            except CoderError:
-                raise
-            except (OSError, ValueError) as error:
-                bad.append(describe(item.key, error))
-                continue
-            if self.transform is not None:
-                try:
-                    images.append(self.transform(loaded))
-                except BadSample as error:  # any other error of a transform is a bug
-                    bad.append(describe(item.key, error))
-                    continue
-                thumbnails.append(self._thumbnail(handle, item.key, loaded))
-            records.append(_Record(item.key, item.captions, item.path, item.member, dict(item.metadata)))
-        return _Block(unit, records, default_collate(images) if images else None, thumbnails, bad)
-
-    def _thumbnail(self, handle: int | Item, key: str, loaded: Any) -> bytes:
-        if self.thumbnails and not isinstance(loaded, Image) and self.slices.pictures is not None:
-            try:
-                item = self.slices.picture(handle)
-                loaded = item.load() if item.key == key else None
-            except (OSError, ValueError, IndexError):  # the last one: fewer pictures
-                return b""
-        return thumbnail(loaded, side=self.thumbnails) if self.thumbnails and isinstance(loaded, Image) else b""
-
-
-def _identity(block: Any) -> Any:
-    return block
-
-
-def thumbnail(image: Image, *, side: int) -> bytes:
-    """A JPEG file of a picture, its longer side at most ``side`` pixels."""
-    small = image.convert("RGB")
-    small.thumbnail((side, side), Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=80)
-    return buffer.getvalue()
-
-
 _warned: set[str] = set()
 
 
-def _columns(records: Sequence[_Record], columns: Mapping[str, str]) -> dict[str, list[Any]]:
+def _columns(records: Sequence[Record], columns: Mapping[str, str]) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {name: [] for name in columns}
     for record in records:
         for name, kind in columns.items():
@@ -610,23 +314,6 @@ def embedded(folder: str | Path) -> Table:
             "command again"
         )
     return table
-
-
-#: Fields of which only a digest is known, and what a message calls another one.
-_DIGESTS = {"model": "another model", "content": "the data's content has changed", "embeddings": "other embeddings"}
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The fields of ``now`` that had other values ``before``, for a message; empty if there are none.
-
-    Example:
-        >>> differences({"what": "both", "dtype": "float32"}, {"what": "images", "dtype": "float32"})
-        'what was both, is images'
-    """
-    different = [name for name in now if before.get(name) != now[name]]
-    return ", ".join(
-        _DIGESTS.get(name) or f"{name} was {str(before.get(name))[:200]}, is {str(now[name])[:200]}" for name in different
-    )
 
 
 def _warn_of_random_weights(options: Mapping[str, Any]) -> None:

@@ -419,9 +419,7 @@ class Table:
             with _reading(self.paths[number]):
                 file = _File(self.paths[number]).file  # its own reader: this thread may be in the midst of it for long
                 for batch in file.iter_batches(rows, columns=list(columns), use_threads=False):
-                    batch = batch.select(list(columns))
-                    batch.validate(full=True)
-                    yield first, batch
+                    yield first, _checked(batch.select(list(columns)))
                     first += len(batch)
                 if first != self.first[number + 1]:
                     raise ValueError("some of its rows are missing")
@@ -456,8 +454,16 @@ class Table:
         path = self.paths[file]
         with self._lock, _reading(path):
             table = self._file(path).file.read_row_group(group, list(columns), use_threads=False)
-            table.validate(full=True)
-            return table.to_pydict()
+            return _checked(table).to_pydict()
+
+
+def _checked(rows: Any) -> Any:
+    """A table or batch whose arrays are valid, and whose images have keys and ids."""
+    rows.validate(full=True)
+    for name in {"key", "image_id"} & {*rows.schema.names}:
+        if rows.column(name).null_count:
+            raise ValueError(f"an image has no {name}")
+    return rows
 
 
 def _numbers(column: pa.Array, kind: str, sizes: Mapping[str, int]) -> np.ndarray:

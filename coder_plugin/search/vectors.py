@@ -9,8 +9,10 @@ Shape letters: N items, D dimensions, V vectors of an item, q queries, k results
 from __future__ import annotations
 
 import logging
+import os
 import re
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +28,7 @@ _FLAT = struct.Struct("<4siqqqBiQ")
 #: Parts of a factory string that keep vectors unchanged.
 _LOSSLESS = re.compile(r"Flat|HNSW\d*|IVF\d+(?:_HNSW\d*)?")
 #: Vectors for each centroid that FAISS advises, and those that an index is trained on for each list.
-_ADVISED, _TRAINED = 39, 256
+_ADVISED, _TRAINED = 39, 64
 #: An index without lists is trained as one with so many.
 _LISTS = 1024
 #: The most results of FAISS's GPU indexes.
@@ -109,7 +111,8 @@ def _parts(index: Any) -> Iterator[Any]:
 def build(
     path: Path, factory: str, dimensions: int, count: int, batches: Callable[[], Iterable[np.ndarray]]
 ) -> None:
-    """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``, else what the index itself takes.
+    """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``; for inverted lists (IVF) also the vectors that
+    it is trained on, 64 for each list, and 16 bytes a vector; for other kinds what the index itself takes.
 
     Args:
         path: the file.
@@ -131,11 +134,50 @@ def build(
     try:
         if not index.is_trained:
             _train(index, factory, _sample(batches(), count, _TRAINED * _lists(index)))
-        for batch in batches():
-            index.add(np.ascontiguousarray(batch))
-        import_faiss().write_index(index, str(path))
+        if not _write_lists(index, path, count, batches()):
+            for batch in batches():
+                index.add(np.ascontiguousarray(batch))
+            import_faiss().write_index(index, str(path))
     except RuntimeError as error:
         raise CoderError(f"FAISS cannot build {factory!r}: {short(error)}") from error
+
+
+def _write_lists(index: Any, path: Path, count: int, batches: Iterable[np.ndarray]) -> bool:
+    """Write a trained index of inverted lists as FAISS does, which would hold all of it in memory: the vectors' codes go to a
+    temporary file first, in their order. False: it is not such an index, and nothing was written."""
+    faiss = import_faiss()
+    inverted, parts = faiss.try_extract_index_ivf(index), list(_parts(index))
+    head = faiss.serialize_index(index).tobytes()
+    empty = b"ilar" + struct.pack("<QQ4sQ", inverted.nlist, inverted.code_size, b"sprs", 0) if inverted is not None else None
+    if empty is None or not head.endswith(empty):  # the lists are not last, or packed in blocks
+        return False
+    chains = [part.chain for part in parts if isinstance(part, faiss.IndexPreTransform)]
+    transforms = [faiss.downcast_VectorTransform(chain.at(number)) for chain in chains for number in range(chain.size())]
+    prefix, lists, first = inverted.coarse_code_size(), np.empty(count, np.int64), 0
+    with tempfile.TemporaryFile(dir=path.parent) as temporary:
+        for batch in batches:
+            for transform in transforms:
+                batch = transform.apply(np.ascontiguousarray(batch))
+            codes = inverted.sa_encode(np.ascontiguousarray(batch))
+            numbers = np.zeros((len(codes), 8), np.uint8)
+            numbers[:, :prefix] = codes[:, :prefix]
+            lists[first : first + len(codes)] = numbers.view("<i8")[:, 0]
+            first += len(codes)
+            temporary.write(codes[:, prefix:].tobytes())
+        temporary.flush()
+        order = np.argsort(lists, kind="stable")
+        sizes = np.bincount(lists, minlength=inverted.nlist)
+        for part in (*parts, inverted):
+            part.ntotal = count
+        head = faiss.serialize_index(index).tobytes().removesuffix(empty)
+        with open(path, "wb") as file:
+            file.write(head + b"ilar" + struct.pack("<QQ4sQ", inverted.nlist, inverted.code_size, b"full", inverted.nlist))
+            file.write(sizes.astype("<u8").tobytes())
+            for rows in np.split(order, np.cumsum(sizes)[:-1]):
+                for row in rows.tolist():
+                    file.write(os.pread(temporary.fileno(), inverted.code_size, row * inverted.code_size))
+                file.write(rows.astype("<i8").tobytes())
+    return True
 
 
 def _lists(index: Any) -> int:

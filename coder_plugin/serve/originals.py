@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -78,17 +79,12 @@ class Originals:
         Args:
             image: of the index's records.
         """
-        path, member = getattr(image, "path", None), getattr(image, "member", None)
-        for place in [path] if path else self._places(image.key):
-            try:
-                if (original := self._open(place, member)) is not None:
+        places = [image.path] if image.path else [os.path.join(folder, image.key) for folder in self.folders]
+        for place in places:  # joined to a folder, an absolute path stays as it is
+            with suppress(OSError, ValueError):  # no such file, a NUL in its name, a damaged tar file (CoderError)
+                if (original := self._open(place, image.member)) is not None:
                     return original
-            except (OSError, ValueError):  # no such file, a NUL in its name, a damaged tar file (CoderError)
-                continue
         return None
-
-    def _places(self, key: str) -> list[str]:
-        return [key] if os.path.isabs(key) else [os.path.join(folder, key) for folder in self.folders]
 
     def _open(self, path: str, member: str | None) -> Original | None:
         if not is_local(path):
@@ -96,24 +92,21 @@ class Originals:
         real = Path(os.path.realpath(local_path(path)))
         if not any(real.is_relative_to(folder) for folder in self.folders):
             return None
-        file = open_regular(real, "rb")
-        try:
+        with ExitStack() as opened:
+            file = opened.enter_context(open_regular(real, "rb"))
             status = os.fstat(file.fileno())
-            start, size = 0, status.st_size
+            place: tuple[int, int] | None = (0, status.st_size)
             if member is not None:
-                start, size = _members(str(real), status.st_mtime_ns, size)[member]
-            file.seek(start)
-            head = file.read(min(_HEAD, size))
+                place = _members(str(real), status.st_mtime_ns, status.st_size).get(member)
+            if place is None or place[1] > LARGEST_FILE:
+                return None
+            file.seek(place[0])
+            head = file.read(min(_HEAD, place[1]))
             media_type = next((name for pattern, name in _TYPES if pattern.match(head)), None)
-            if media_type is not None and size <= LARGEST_FILE:
-                return Original(file, start, size, media_type)
-        except KeyError:
-            pass
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-        return None
+            if media_type is None:
+                return None
+            opened.pop_all()  # the file stays open
+            return Original(file, *place, media_type)
 
 
 @lru_cache(maxsize=8)

@@ -3,12 +3,12 @@
 
 const PAGE = 24; // results that are asked for at first, and more each time
 const by = (id) => document.getElementById(id);
+const fields = () => [...document.querySelectorAll("[data-column]")];
 const state = { query: null, k: PAGE, info: null, running: null };
 
-function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
   return made;
 }
 
@@ -23,81 +23,66 @@ function say(text, bad) {
   by("status").classList.toggle("bad", Boolean(bad));
 }
 
-function among() {
-  const chosen = document.querySelector('input[name="among"]:checked');
-  return chosen ? chosen.value : state.info.among[0];
-}
+const among = () => (document.querySelector('input[name="among"]:checked') || { value: state.info.among[0] }).value;
 
 // The values that results must have, by column.
 function filters() {
-  const chosen = Object.create(null);
-  for (const field of document.querySelectorAll("[data-column]")) {
-    if (field.value) chosen[field.dataset.column] = field.tagName === "SELECT" ? JSON.parse(field.value) : field.value;
-  }
-  return chosen;
+  const chosen = fields().filter((field) => field.value);
+  return Object.fromEntries(chosen.map((field) =>
+    [field.dataset.column, field.tagName === "SELECT" ? JSON.parse(field.value) : field.value]));
 }
 
 // A list of a column's values, or a field to type one where there are too many.
 function filter({ name, values }) {
-  const label = element("label", "filter");
-  label.append(element("span", "", name.replaceAll("_", " ")));
-  const field = element(values ? "select" : "input");
+  const field = values ? element("select", {}, new Option("any", "")) : element("input", { type: "text", placeholder: "any", maxLength: 200 });
+  for (const value of values || []) field.append(new Option(value === "" ? "(empty)" : String(value), JSON.stringify(value)));
   field.dataset.column = name;
-  if (values) {
-    field.append(new Option("any", ""));
-    for (const value of values) field.append(new Option(value === "" ? "(empty)" : String(value), JSON.stringify(value)));
-  } else Object.assign(field, { type: "text", placeholder: "any", maxLength: 200 });
   field.addEventListener("change", () => again({ filters: filters() }));
-  label.append(field);
-  return label;
+  return element("label", { className: "filter" }, element("span", {}, name.replaceAll("_", " ")), field);
 }
 
 // Ask the server; throws an Error with the server's own words.
-async function ask(query, k, signal) {
+async function ask({ picture, text, key, ...others }, k, signal) {
   const options = { method: "POST", signal };
-  if (query.picture) {
+  if (picture) {
     options.body = new FormData();
-    options.body.append("picture", query.picture);
-    options.body.append("k", k);
-    options.body.append("among", query.among);
-    options.body.append("filters", JSON.stringify(query.filters));
+    const values = { picture, k, among: others.among, filters: JSON.stringify(others.filters) };
+    for (const [name, value] of Object.entries(values)) options.body.append(name, value);
   } else {
-    const { text, key } = query;
     options.headers = { "content-type": "application/json" };
-    options.body = JSON.stringify({ text, key, k, among: query.among, filters: query.filters });
+    options.body = JSON.stringify({ text, key, k, among: others.among, filters: others.filters });
   }
-  const answer = await fetch("api/search", options);
+  const answer = await fetch(picture ? "api/picture" : "api/search", options);
   const content = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Error(content.detail || `the server answered with status ${answer.status}`);
   return content.results;
 }
 
 async function search(query, { k = PAGE, remember = true } = {}) {
+  show(query);
   if (query.picture && query.picture.size > state.info.most_bytes) {
-    show(query);
     clearResults();
     say(`This picture has over ${Math.floor(state.info.most_bytes / 2 ** 20)} MB: choose a smaller one.`, true);
     return;
   }
   if (state.running) state.running.abort();
   const running = (state.running = new AbortController());
-  const further = k > PAGE && state.query === query;
+  const first = k > PAGE && state.query === query ? by("results").children.length : 0;
   Object.assign(state, { query, k });
-  show(query);
   if (remember) history.pushState(null, "", address(query));
   by("empty").hidden = true;
   by("results").setAttribute("aria-busy", "true");
   say("Searching …");
   try {
     const results = await ask(query, k, running.signal);
-    const first = further ? by("results").children.length : 0;
-    list(results, query.among);
+    by("results").classList.toggle("texts", query.among === "captions");
+    by("results").replaceChildren(...results.map(card));
     const all = query.among === "images" ? state.info.images : state.info.captions;
     by("more").hidden = results.length < k || k >= Math.min(state.info.most_results, all);
-    const what = { images: ["picture", "pictures"], captions: ["caption", "captions"] }[query.among][Number(results.length !== 1)];
+    const what = (query.among === "images" ? "picture" : "caption") + (results.length === 1 ? "" : "s");
     const of = Object.keys(query.filters).length ? "" : ` of ${all.toLocaleString("en")}`;
     say(results.length ? `${results.length}${of} ${what}, the best first` : "Nothing found.");
-    if (further && by("results").children[first]) by("results").children[first].querySelector("a").focus();
+    if (first && results.length > first) focus(first);
   } catch (error) {
     if (error.name === "AbortError") return;
     clearResults();
@@ -113,74 +98,46 @@ async function search(query, { k = PAGE, remember = true } = {}) {
 
 function clearResults() {
   by("results").replaceChildren();
-  by("more").hidden = true;
-  by("empty").hidden = true;
+  by("more").hidden = by("empty").hidden = true;
 }
 
 // What is searched for, where it is not the text in the box.
 function show(query) {
-  const old = by("shown").src;
-  if (old.startsWith("blob:")) URL.revokeObjectURL(old);
+  if (by("shown").src.startsWith("blob:")) URL.revokeObjectURL(by("shown").src);
+  by("shown").removeAttribute("src");
+  by("shown").hidden = true;
   by("text").value = query.text || "";
   by("query").hidden = !query.picture && !query.key;
-  by("shown").hidden = true;
-  if (query.picture) {
-    by("shown").src = URL.createObjectURL(query.picture);
-    by("named").replaceChildren("Like the picture ", ...named(query.picture.name || ""));
-  } else if (query.key) {
-    by("shown").removeAttribute("src");
-    if (query.thumbnail) by("shown").src = query.thumbnail;
-    by("named").replaceChildren("Like ", ...named(query.key));
-  }
+  if (query.picture) by("shown").src = URL.createObjectURL(query.picture);
+  else if (query.thumbnail) by("shown").src = query.thumbnail;
+  by("named").replaceChildren(query.picture ? "Like the picture " : "Like ", ...named(query.key || (query.picture || {}).name || ""));
   const radio = document.querySelector(`input[name="among"][value="${query.among}"]`);
   if (radio) radio.checked = true;
 }
 
-function list(results, kind) {
-  by("results").classList.toggle("texts", kind === "captions");
-  by("results").replaceChildren(...results.map(card));
-}
-
 function card(result) {
-  const item = element("li", "hit");
   const caption = result.text === null ? result.captions[0] || "" : result.text;
-  const link = element("a");
-  Object.assign(link, { href: result.image, target: "_blank", rel: "noopener", title: "Open the picture" });
-  const frame = element("span", "picture");
-  const picture = element("img");
-  Object.assign(picture, { alt: caption || result.key, loading: "lazy", decoding: "async" });
+  const picture = element("img", { alt: caption || result.key, loading: "lazy", decoding: "async" });
+  const frame = element("span", { className: "picture" }, picture);
   picture.addEventListener("error", () => {
     frame.classList.add("none");
     frame.replaceChildren(...named(result.key));
   });
   picture.src = result.thumbnail;
-  frame.append(picture);
-  link.append(frame);
-  const facts = element("div", "facts");
-  const score = element("span", "score", (result.fused === null ? result.score : result.fused).toFixed(3));
-  score.title = result.fused === null ? "Score" : `Score of re-ranking; of the first stage: ${result.score.toFixed(3)}`;
-  facts.append(element("b", "", String(result.rank)), score);
-  if (state.info.among.includes("images")) {
-    const like = element("button", "like", "More like it");
-    like.type = "button";
-    like.addEventListener("click", () => more(result));
-    facts.append(like);
-  }
-  item.more = () => more(result);
-  item.append(link);
-  const words = element("p", "caption", caption);
-  const key = element("p", "key");
-  key.append(...named(result.key));
-  key.title = result.key;
-  if (result.text !== null) item.append(words, facts, key);
-  else item.append(facts, ...(caption ? [words] : []), key);
-  return item;
-}
-
-function more(result) {
-  if (!state.info.among.includes("images")) return;
-  scrollTo({ top: 0 });
-  search({ key: result.key, thumbnail: result.thumbnail, among: "images", filters: filters() });
+  const link = element("a", { href: result.image, target: "_blank", rel: "noopener", title: "Open the picture" }, frame);
+  const title = result.fused === null ? "Score" : `Score of re-ranking; of the first stage: ${result.score.toFixed(3)}`;
+  const score = element("span", { className: "score", title }, (result.fused ?? result.score).toFixed(3));
+  const facts = element("div", { className: "facts" }, element("b", {}, String(result.rank)), score);
+  const more = () => {
+    scrollTo({ top: 0 });
+    search({ key: result.key, thumbnail: result.thumbnail, among: "images", filters: filters() });
+  };
+  const likes = state.info.among.includes("images");
+  if (likes) facts.append(element("button", { className: "like", type: "button", onclick: more }, "More like it"));
+  const words = caption ? [element("p", { className: "caption" }, caption)] : [];
+  const key = element("p", { className: "key", title: result.key }, ...named(result.key));
+  const parts = result.text !== null ? [...words, facts, key] : [facts, ...words, key];
+  return element("li", { className: "hit", more: likes ? more : () => {} }, link, ...parts);
 }
 
 // The address of a query, so that it can be passed on and gone back to. A picture's is that of the page.
@@ -204,7 +161,7 @@ function fromAddress() {
   const parts = new URLSearchParams(location.hash.slice(1));
   const [text, key] = [parts.get("text"), parts.get("key")];
   const kind = state.info.among.includes(parts.get("among")) ? parts.get("among") : state.info.among[0];
-  for (const field of document.querySelectorAll("[data-column]")) {
+  for (const field of fields()) {
     const value = parts.get(`filters.${field.dataset.column}`) || "";
     field.value = field.tagName === "SELECT" ? value : parsed(value);
   }
@@ -221,6 +178,12 @@ function reset() {
   say("");
 }
 
+function forget() {
+  reset();
+  history.pushState(null, "", "#");
+  by("text").focus();
+}
+
 function searchPicture(file) {
   if (file && state.info && state.info.pictures) search({ picture: file, among: among(), filters: filters() });
 }
@@ -230,41 +193,25 @@ function again(changes) {
   if (state.query) search({ ...state.query, ...changes });
 }
 
-function move(event) {
-  const items = [...by("results").children];
-  const here = items.findIndex((item) => item.contains(document.activeElement));
-  if (event.key === "ArrowDown" && document.activeElement === by("text") && items.length) {
-    event.preventDefault();
-    items[0].querySelector("a").focus();
-    return;
-  }
-  if (here < 0) return;
-  if (event.key.toLowerCase() === "m" && !event.ctrlKey && !event.metaKey && !event.altKey) {
-    items[here].more();
-    return;
-  }
-  const columns = items.filter((item) => item.offsetTop === items[0].offsetTop).length;
-  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-  if (!step) return;
-  event.preventDefault();
-  const next = here + step;
-  if (next < 0) by("text").focus();
-  else if (next < items.length) items[next].querySelector("a").focus();
-}
+const focus = (number) => by("results").children[number].querySelector("a").focus();
 
 function keys(event) {
-  if (event.key === "/" && document.activeElement !== by("text")) {
-    event.preventDefault();
-    by("text").focus();
-    by("text").select();
-  } else if (event.key === "Escape") {
-    event.preventDefault();
-    if (document.activeElement !== by("text")) by("text").focus();
-    else if (by("text").value || state.query) {
-      reset();
-      history.pushState(null, "", "#");
-    } else by("text").blur();
-  } else move(event);
+  const typing = event.target instanceof Element && event.target.closest("input, select");
+  const items = [...by("results").children];
+  const here = items.findIndex((item) => item.contains(document.activeElement));
+  const columns = items.filter((item) => item.offsetTop === items[0].offsetTop).length;
+  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/" && !typing) by("text").select();
+  else if (event.key === "Escape" && event.target !== by("text")) by("text").focus();
+  else if (event.key === "Escape" && (by("text").value || state.query)) forget();
+  else if (event.key === "Escape") by("text").blur();
+  else if (event.key === "ArrowDown" && event.target === by("text") && items.length) focus(0);
+  else if (event.key.toLowerCase() === "m" && here >= 0) items[here].more();
+  else if (step && here >= 0 && here + step < 0) by("text").focus();
+  else if (step && here >= 0 && here + step < items.length) focus(here + step);
+  else return;
+  event.preventDefault();
 }
 
 function listen() {
@@ -280,29 +227,21 @@ function listen() {
     by("file").value = ""; // the same file can be chosen again
   });
   by("shown").addEventListener("load", () => (by("shown").hidden = false));
-  by("clear").addEventListener("click", () => {
-    reset();
-    history.pushState(null, "", "#");
-    by("text").focus();
-  });
+  by("clear").addEventListener("click", forget);
   by("more").addEventListener("click", () =>
     search(state.query, { k: Math.min(state.k + PAGE, state.info.most_results), remember: false }));
   by("among").addEventListener("change", () => again({ among: among() }));
   addEventListener("keydown", keys);
   addEventListener("popstate", fromAddress);
   addEventListener("paste", (event) => searchPicture([...event.clipboardData.files].find((file) => file.type.startsWith("image/"))));
-  let depth = 0;
-  const files = (event) => event.dataTransfer && event.dataTransfer.types.includes("Files") && state.info.pictures;
-  addEventListener("dragenter", (event) => files(event) && (by("drop").hidden = ++depth < 1));
-  addEventListener("dragleave", (event) => files(event) && (by("drop").hidden = --depth < 1));
-  addEventListener("dragover", (event) => files(event) && event.preventDefault());
-  addEventListener("drop", (event) => {
-    if (!files(event)) return;
-    event.preventDefault();
-    depth = 0;
-    by("drop").hidden = true;
-    searchPicture(event.dataTransfer.files[0]);
-  });
+  for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
+    addEventListener(kind, (event) => {
+      if (!state.info.pictures || !event.dataTransfer || !event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      by("drop").hidden = kind === "drop" || (kind === "dragleave" && !event.relatedTarget);
+      if (kind === "drop") searchPicture(event.dataTransfer.files[0]);
+    });
+  }
 }
 
 async function start() {

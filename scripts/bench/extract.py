@@ -40,7 +40,7 @@ from coder_plugin.data.decode import decode_image
 from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.detectors.base import Detector, Prepared
-from coder_plugin.detectors.extract import Job, extract
+from coder_plugin.detectors.extract import RegionsJob
 from coder_plugin.detectors.select import Choice, select
 from coder_plugin.detectors.torchvision_ import TorchVision
 
@@ -137,9 +137,9 @@ class Timed(Detector):
         return regions
 
 
-def run_extraction(job: Job, threads: int) -> None:
+def run_extraction(job: RegionsJob, threads: int) -> None:
     torch.set_num_threads(threads)
-    extract(job)
+    job.run()
 
 
 def digest(folder: Path) -> str:
@@ -149,7 +149,7 @@ def digest(folder: Path) -> str:
     ).hexdigest()
 
 
-def kill_and_resume(job: Job, threads: int) -> tuple[int, str]:
+def kill_and_resume(job: RegionsJob, threads: int) -> tuple[int, str]:
     """Kill a run after its first shard and start it again.
 
     Returns:
@@ -157,12 +157,12 @@ def kill_and_resume(job: Job, threads: int) -> tuple[int, str]:
     """
     process = multiprocessing.get_context("spawn").Process(target=run_extraction, args=[job, threads])
     process.start()
-    while process.is_alive() and not list(job.notes.glob("0*.json")):
+    while process.is_alive() and not list(job.path(0).parent.glob("0*.json")):
         time.sleep(0.01)
     process.kill()
     process.join()
-    shards = len(list(job.notes.glob("0*.json")))
-    extract(job)
+    shards = len(list(job.path(0).parent.glob("0*.json")))
+    job.run()
     return shards, digest(job.folder)
 
 
@@ -189,7 +189,7 @@ def main() -> None:
         prepared = [detector.preprocess(decode_image(str(folder / "pictures" / item.key))) for _, item in source.items()]
         batches = [prepared[start : start + args.batch_size] for start in range(0, len(prepared), args.batch_size)]
         make_job = partial(
-            Job,
+            RegionsJob,
             source=source,
             shard_size=args.shard_size,
             batch_size=args.batch_size,
@@ -210,12 +210,14 @@ def main() -> None:
         for turn in range(args.repeats):
             before = detector_rate(detector, batches)
             timed = Timed(detector)
-            report = extract(make_job(detector=lambda device, timed=timed: timed, folder=folder / "out"))
-            alone, extraction = (before + detector_rate(detector, batches)) / 2, report.new / report.seconds
+            start = time.perf_counter()
+            images = make_job(detector=lambda device, timed=timed: timed, folder=folder / "out").run().images
+            seconds = time.perf_counter() - start
+            alone, extraction = (before + detector_rate(detector, batches)) / 2, images / seconds
             ratios.append(extraction / alone)
             print(
                 f"turn {turn + 1}: detector alone {alone:.2f} images/s, extraction {extraction:.2f}: ratio {ratios[-1]:.3f}, "
-                f"busy {timed.seconds / report.seconds:.3f}",
+                f"busy {timed.seconds / seconds:.3f}",
                 flush=True,
             )
             uninterrupted = digest(folder / "out")

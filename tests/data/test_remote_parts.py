@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import itertools
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from coder_plugin.data import open_source
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.streams import STRIDE
-from coder_plugin.detectors.extract import Job, extract, work
+from coder_plugin.detectors.extract import RegionsJob
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
 
@@ -93,21 +96,15 @@ def test_a_shard_is_shared_only_at_the_ends_of_runs_and_no_part_is_idle(tmp_path
 # an extraction
 
 
-def extract_by_ranks(job: Job, ranks: int) -> int:
+def extract_by_ranks(job: RegionsJob, ranks: int) -> int:
     """The number of images that this many ranks of a launcher extract, here one after another."""
-    job.notes.mkdir(parents=True)
-    for rank in range(1, ranks):
-        work(job, rank, ranks)
-    if ranks > 1:
-        work(job, 0, ranks)
-        return sum(note["images"] for note in job.done().values())
-    return extract(job).images
+    return [job.run(index=rank, count=ranks).images for rank in range(ranks)][-1]
 
 
 def test_a_rank_without_a_shard_of_its_own_fetches_none(tmp_path):
     write_shards(tmp_path, shards=1, size=7, side=40)
     options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
-    assert extract_by_ranks(Job(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), 2) == 7
+    assert extract_by_ranks(RegionsJob(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), 2) == 7
     assert fetched(tmp_path) == Counter([0])
 
 
@@ -115,10 +112,41 @@ def test_a_rank_without_a_shard_of_its_own_fetches_none(tmp_path):
 def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, ranks, workers):
     write_shards(tmp_path, shards=3, size=7, side=40)
     options: Any = {"detector": Means, "batch_size": 3, "workers": workers}
-    local = Job(source=open_source(str(tmp_path / "s{0..2}.tar")), folder=tmp_path / "local", shard_size=7, **options)
-    remote = Job(source=open_source(spec(tmp_path, 3)), folder=tmp_path / "remote", shard_size=1, **options)
-    assert extract(local).images == 21 == extract_by_ranks(remote, ranks)
+    local = RegionsJob(source=open_source(str(tmp_path / "s{0..2}.tar")), folder=tmp_path / "local", shard_size=7, **options)
+    remote = RegionsJob(source=open_source(spec(tmp_path, 3)), folder=tmp_path / "remote", shard_size=1, **options)
+    assert local.run().images == 21 == extract_by_ranks(remote, ranks)
     assert fetched(tmp_path) == Counter(range(3))
     shards = [{name: value for name, value in contents(out).items() if re.search("[0-9].tar", name)}
               for out in (local.folder, remote.folder)]  # fmt: skip
     assert len(shards[0]) == 3 and shards[0] == shards[1]
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(20, 16), (3, 5)])
+def test_the_parts_of_an_extraction_request_each_byte_once(tmp_path, shards, parts):
+    write_shards(tmp_path, shards=shards, size=2, side=40)
+    sent: Counter[str] = Counter()
+
+    class Counting(http.server.SimpleHTTPRequestHandler):
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            content = source.read()
+            sent[self.path] += len(content)
+            outputfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Counting, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        names = f"http://127.0.0.1:{server.server_address[1]}/s{{0..{shards - 1}}}.tar"
+        jobs = [
+            RegionsJob(source=open_source(names), folder=tmp_path / "out", detector=Means, batch_size=3, workers=0)
+            for _ in range(parts)
+        ]
+        finished = [job.run(index=index, count=parts) for index, job in enumerate(jobs)]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert finished[-1].images == 2 * shards
+    sizes = {f"/s{n}.tar": (tmp_path / f"s{n}.tar").stat().st_size for n in range(shards)}
+    assert {name: sent[name] for name in sizes} == sizes  # 1.0 times

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
-import socket
+import pickle
 import time
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.data.source import ItemSource
 from coder_plugin.detectors.base import Detector, Prepared, pixels
-from coder_plugin.detectors.extract import Batches, Job, extract, work
+from coder_plugin.detectors.extract import RegionsJob
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 
@@ -70,9 +69,9 @@ def make_pictures(folder: Path, number: int, *, bad: tuple[int, ...] = ()) -> Pa
     return folder
 
 
-def job(folder: Path, out: Path, **options) -> Job:
+def job(folder: Path, out: Path, **options) -> RegionsJob:
     usual = {"source": Pictures(str(folder)), "detector": Means, "shard_size": 7, "batch_size": 3, "workers": 0}
-    return Job(folder=out, **{**usual, **options})
+    return RegionsJob(folder=out, **{**usual, **options})
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -80,9 +79,9 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def fault(work: Job, **options) -> str:
+def fault(work: RegionsJob) -> str:
     with pytest.raises(CoderError) as caught:
-        extract(work, **options)
+        work.run()
     return str(caught.value)
 
 
@@ -95,20 +94,20 @@ def pictures(tmp_path):
 
 
 def test_every_picture_is_written_once_in_the_sources_order_with_its_own_regions(pictures, tmp_path):
-    report = extract(job(pictures, tmp_path / "out"))
+    report = job(pictures, tmp_path / "out").run()
     file = ShardFile(str(tmp_path / "out"))
     assert list(file) == [f"{index:03d}.png" for index in range(30)]
     for name in file:
         picture = np.asarray(Image.open(pictures / name))
         assert file[name].features[0, :3] == pytest.approx(picture.mean((0, 1)), rel=1e-5)
         assert file[name].size == (picture.shape[1], picture.shape[0])
-    assert (report.images, report.new, report.bad) == (30, 30, [])
+    assert report == (5, 5, 5, 30, 0, {})
     sizes = json.loads((tmp_path / "out/sizes.json").read_text())
     assert sizes == {f"train-{unit:06d}.tar": size for unit, size in enumerate((7, 7, 7, 7, 2))}
 
 
 def test_batches_never_cross_a_shard(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "out"))
+    job(pictures, tmp_path / "out").run()
     file = ShardFile(str(tmp_path / "out"))
     sizes = [int(file[name].features[0, 3]) for name in file]
     assert sizes == [3, 3, 3, 3, 3, 3, 1] * 4 + [2, 2]
@@ -116,40 +115,39 @@ def test_batches_never_cross_a_shard(pictures, tmp_path):
 
 def test_captions_are_written_too(pictures, tmp_path):
     items = [Item(item.key, (f"a {item.key}", "b"), item.load) for _, item in Pictures(str(pictures)).items()]
-    extract(job(pictures, tmp_path / "out", source=ItemSource(items), split="dev"))
+    job(pictures, tmp_path / "out", source=ItemSource(items), split="dev").run()
     assert ShardFile(str(tmp_path / "out"), split="dev").captions == {item.key: item.captions for item in items}
 
 
 def test_two_splits_in_one_folder(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "out"))
-    extract(job(pictures, tmp_path / "out", split="dev"))
+    job(pictures, tmp_path / "out").run()
+    job(pictures, tmp_path / "out", split="dev").run()
     assert len(ShardFile(str(tmp_path / "out"), split="dev")) == 30
     assert len(json.loads((tmp_path / "out/sizes.json").read_text())) == 10
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(pictures, tmp_path, workers):
-    extract(job(pictures, tmp_path / "none"))
-    extract(job(pictures, tmp_path / "some", workers=workers))
+    job(pictures, tmp_path / "none").run()
+    job(pictures, tmp_path / "some", workers=workers).run()
     assert contents(tmp_path / "none") == contents(tmp_path / "some")
 
 
-def test_parts_of_the_work_make_the_whole(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "one"))
+def test_tasks_make_the_whole_in_any_order(pictures, tmp_path):
+    job(pictures, tmp_path / "one").run()
     parts = job(pictures, tmp_path / "parts")
-    parts.notes.mkdir(parents=True)
-    for part in (1, 0, 2):
-        work(parts, part, 3)
-    assert extract(parts).new == 0
+    finished = [parts.run(index=index, count=3) for index in (1, 0, 2)]
+    assert [(each.made, each.files) for each in finished] == [(2, 2), (2, 4), (1, 5)] and finished[2].images == 30
+    assert parts.run().made == 0
     assert contents(tmp_path / "one") == contents(tmp_path / "parts")
 
 
-def test_parts_go_to_ranks_in_turn(pictures):
-    def units(rank: int, skip: set[int]) -> set[int]:
-        return {batch.part for batch in Batches(job(pictures, pictures), pixels, skip, rank, 2)}
-
-    assert [units(0, set()), units(1, set())] == [{0, 2, 4}, {1, 3}]
-    assert units(0, {0, 4}) == {2}
+def test_a_call_makes_one_shard_and_a_job_can_be_pickled(pictures, tmp_path):
+    made = job(pictures, tmp_path / "out")
+    assert made(2) == {"unit": 2, "path": str(made.path(2)), "rows": 7, "captions": 0, "bad": 0}
+    assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["train-000002.tar"]
+    again = pickle.loads(pickle.dumps(made))
+    assert "opened" not in vars(again) and again(2)["rows"] == 7
 
 
 # bad pictures
@@ -157,13 +155,13 @@ def test_parts_go_to_ranks_in_turn(pictures):
 
 def test_bad_pictures_are_named_counted_and_left_out(tmp_path):
     folder = make_pictures(tmp_path / "pictures", 10, bad=(2, 8))
-    report = extract(job(folder, tmp_path / "out", max_bad_samples=0.002))
-    assert report.images == 8
-    assert [key for _, key, _ in report.bad] == ["002.png", "008.png"]
-    assert "not an image" in report.bad[0][2]
+    report = job(folder, tmp_path / "out", max_bad_samples=0.002).run()
+    assert report.images == 8 and report.bad == {"picture": 2}
+    bad = [each for note in (tmp_path / "out/train.extraction").iterdir() for each in json.loads(note.read_text())["bad"]]
+    assert sorted(key for _, key, _ in bad) == ["002.png", "008.png"] and "not an image" in bad[0][2]
     assert len(ShardFile(str(tmp_path / "out"))) == 8
-    again = extract(job(folder, tmp_path / "out", max_bad_samples=0.002))
-    assert (again.images, again.new, again.bad) == (8, 0, report.bad)
+    again = job(folder, tmp_path / "out", max_bad_samples=0.002).run()
+    assert (again.images, again.made, again.bad) == (8, 0, report.bad)
 
 
 def test_too_many_bad_pictures_end_the_run_and_a_higher_limit_goes_on(tmp_path):
@@ -172,14 +170,14 @@ def test_too_many_bad_pictures_end_the_run_and_a_higher_limit_goes_on(tmp_path):
     assert "1 of 3 samples skipped (picture 1), more than max_bad_samples=0 " in message and "008.png" not in message
     message = fault(job(folder, tmp_path / "out", max_bad_samples=0.001))  # at the end
     assert "2 of 10 samples skipped (picture 2), more than max_bad_samples=0.001" in message
-    assert extract(job(folder, tmp_path / "out", max_bad_samples=0.002)).images == 8
+    assert job(folder, tmp_path / "out", max_bad_samples=0.002).run().images == 8
 
 
 def test_a_unit_of_bad_pictures_alone_has_no_shard(tmp_path):
     folder = make_pictures(tmp_path / "pictures", 9, bad=(3, 4, 5))
-    extract(job(folder, tmp_path / "out", shard_size=3))
+    job(folder, tmp_path / "out", shard_size=3).run()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["train-000000.tar", "train-000002.tar"]
-    assert extract(job(folder, tmp_path / "out", shard_size=3)).new == 0
+    assert job(folder, tmp_path / "out", shard_size=3).run().made == 0
 
 
 def test_no_good_picture_at_all_is_an_error(tmp_path):
@@ -209,13 +207,13 @@ def kill_when_begun(folder: Path, process) -> int:
 def test_killed_and_restarted_equals_uninterrupted_byte_for_byte(pictures, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = multiprocessing.get_context("fork").Process(
-        target=extract, args=[job(pictures, killed, detector=Slow)]
+        target=RegionsJob.run, args=[job(pictures, killed, detector=Slow)]
     )
     process.start()
     done = kill_when_begun(killed, process)
     assert 1 <= done < 5
-    assert extract(job(pictures, killed)).new == 30 - 7 * done
-    extract(job(pictures, whole))
+    assert job(pictures, killed).run().made == 5 - done
+    job(pictures, whole).run()
     assert contents(killed) == contents(whole)
 
 
@@ -228,7 +226,7 @@ def test_files_of_others_are_neither_taken_for_the_result_nor_overwritten(pictur
     assert "train-000009.tar" in told and "remove split 'train'" in told
     assert contents(tmp_path / "out") == before
     (tmp_path / "out/train-000009.tar").unlink()
-    assert extract(job(pictures, tmp_path / "out")).new == 30
+    assert job(pictures, tmp_path / "out").run().made == 5
 
 
 @pytest.mark.slow
@@ -239,26 +237,26 @@ def test_the_same_with_a_faster_rcnn(pictures, tmp_path):
     process.start()
     done = kill_when_begun(killed, process)
     assert 1 <= done < 5
-    assert on_one_thread(work).new == 30 - 7 * done
+    assert on_one_thread(work).made == 5 - done
     on_one_thread(job(pictures, whole, detector=MOBILENET))
     assert contents(killed) == contents(whole)
 
 
-def on_one_thread(work: Job):
+def on_one_thread(work: RegionsJob):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return extract(work)
+        return work.run()
     finally:
         torch.set_num_threads(threads)
 
 
 def test_a_missing_shard_is_made_again_and_nothing_else(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "out"))
+    job(pictures, tmp_path / "out").run()
     before = contents(tmp_path / "out")
     (tmp_path / "out/train-000001.tar").unlink()
     (tmp_path / "out/train.extraction/000003.json").unlink()
-    assert extract(job(pictures, tmp_path / "out")).new == 14
+    assert job(pictures, tmp_path / "out").run().made == 2
     assert contents(tmp_path / "out") == before
 
 
@@ -272,9 +270,9 @@ def test_a_missing_shard_is_made_again_and_nothing_else(pictures, tmp_path):
     ],
 )
 def test_a_restart_with_other_options_is_an_error_that_names_them(pictures, tmp_path, changed, name):
-    extract(job(pictures, tmp_path / "out"))
+    job(pictures, tmp_path / "out").run()
     before = contents(tmp_path / "out")
-    assert f"was begun with {name} " in fault(job(pictures, tmp_path / "out", **changed))
+    assert f"was begun with other options ({name} was " in fault(job(pictures, tmp_path / "out", **changed))
     assert contents(tmp_path / "out") == before
 
 
@@ -301,11 +299,10 @@ def test_each_rank_takes_a_device_of_its_machine(pictures, tmp_path, monkeypatch
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    extract(job(pictures, tmp_path / "one", device="cuda:1"))
-    parts = job(pictures, tmp_path / "two", device="cuda")
-    parts.notes.mkdir(parents=True)
-    work(parts, 2, 8)
-    extract(job(pictures, tmp_path / "three"))
+    job(pictures, tmp_path / "one", device="cuda:1").run()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    job(pictures, tmp_path / "two", device="cuda").run(index=2, count=8)
+    job(pictures, tmp_path / "three").run()
     assert seen == ["cuda:1", "cuda:2"]
 
 
@@ -314,34 +311,17 @@ def test_features_that_are_no_numbers_name_the_images(pictures, tmp_path):
     assert "000.png, 001.png, 002.png" in told and "NaN" in told
 
 
-@pytest.mark.slow
-def test_the_ranks_of_a_launcher_share_the_units_and_one_of_them_finishes(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "one"))
-    work = job(pictures, tmp_path / "two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=as_rank, args=[work, rank, port]) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-def as_rank(work: Job, rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    extract(work)
-
-
 def test_a_folder_without_pictures_is_an_error(tmp_path):
     with pytest.raises(CoderError, match="no pictures"):
         Pictures(str(tmp_path))
 
 
-def test_a_damaged_note_is_an_error_that_names_it(pictures, tmp_path):
-    extract(job(pictures, tmp_path / "out"))
-    (tmp_path / "out/train.extraction/000001.json").write_text("{")
-    assert "000001.json" in fault(job(pictures, tmp_path / "out"))
+@pytest.mark.parametrize("damage", ["{", "[]", '{"rows": 7}', "9" * 5000])
+def test_a_damaged_note_or_shard_is_made_again(pictures, tmp_path, caplog, damage):
+    job(pictures, tmp_path / "out").run()
+    before = contents(tmp_path / "out")
+    (tmp_path / "out/train.extraction/000001.json").write_text(damage)
+    (tmp_path / "out/train-000002.tar").write_bytes(b"torn")
+    assert job(pictures, tmp_path / "out").run().made == 2
+    assert contents(tmp_path / "out") == before
+    assert "000001.json" in caplog.text and "train-000002.tar is missing or damaged" in caplog.text

@@ -46,14 +46,26 @@ def test_a_folder_of_pictures_to_shards(folder):
     file = ShardFile(str(folder / "out"))
     assert list(file) == ["a.PNG", "b.jpg", "deep/c.webp"]
     assert len(file["b.jpg"]) == 4 and file["b.jpg"].size == (40, 30)
-    assert "images: 3, 3 of them now" in report and "skipped: 1\n  bad.jpg (picture): not an image" in report
-    noted = json.loads((folder / "out/train.extraction/extraction.json").read_text())
+    assert f"regions {folder}/out: 1 shard, 3 images; 1 shard made here" in report
+    assert "; 1 sample skipped (picture 1), which " in report and report.endswith(f": train with --regions {folder}/out")
+    note = json.loads((folder / "out/train.extraction/000000.json").read_text())
+    noted = note["plan"]
+    assert [each[:2] for each in note["bad"]] == [["picture", "bad.jpg"]]
     assert (
         noted["model"] == "test_resnet.r160_in1k" and noted["grid"] == 2 and len(noted["checksum of the weights"]) == 64
     )
-    assert noted["detector"] == "timm" and noted["source"] == str(folder / "in") and noted["images"] == 4
-    assert "images: 3, 0 of them now" in run(*words)
-    assert "was begun with grid 2, not 3" in fault(*[word if word != "2" else "3" for word in words])
+    assert noted["detector"] == "timm" and noted["source"] == str(folder / "in")
+    assert "0 shards made here" in run(*words)
+    assert "was begun with other options (grid was 2, is 3)" in fault(*[word if word != "2" else "3" for word in words])
+
+
+def test_the_tasks_of_an_array(folder, monkeypatch):
+    words = [str(folder / "in"), str(folder / "out"), *TIMM, "--shard-size", "2"]
+    assert "1 shard made here" in (told := run(*words, "--task-index", "1", "--task-count", "2"))
+    assert "1 shard of other tasks are missing" in told
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    assert "2 shards, 3 images; 1 shard made here" in run(*words)
 
 
 def test_a_data_set_with_captions(folder):

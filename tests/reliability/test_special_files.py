@@ -17,7 +17,6 @@ from coder_plugin.data.regions.shards import add_sizes
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.tables import open_csv, open_karpathy
-from coder_plugin.detectors import extract
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular, read_json
 from coder_plugin.integrations.hub.record import read_wise_ft
@@ -58,7 +57,7 @@ def test_in_a_runs_folder(make: Make, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("read", [open_csv, open_karpathy, read_json, extract.read_json])
+@pytest.mark.parametrize("read", [open_csv, open_karpathy, read_json])
 def test_as_a_table(make: Make, read: Callable[[str], object], tmp_path: Path) -> None:
     make(tmp_path / "data")
     with pytest.raises(CoderError, match="data.*it is not a regular file"):

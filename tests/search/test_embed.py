@@ -29,11 +29,12 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.source import ItemSource
+from coder_plugin.data.units import Decoder, Slices
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
 from coder_plugin.search import embed as embedding
-from coder_plugin.search.embed import EmbedJob, Slices, _Decoder, as_type, embedded
+from coder_plugin.search.embed import EmbedJob, as_type, embedded
 from coder_plugin.search.parquet import read_npy
 from tests.search.made import write_model, write_pictures
 from tests.training import region_data
@@ -238,7 +239,7 @@ def test_data_that_cannot_be_embedded(model: str, tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="the data are regions; they need an open_clip --model|the data are regions"):
         job_of(model, data, tmp_path / "e", split="dev").run(shown=False)
     write_shards(tmp_path, shards=1, size=1, broken=0)
-    with pytest.raises(CoderError, match="no image could be embedded: 1 of 1 samples skipped"):
+    with pytest.raises(CoderError, match="no image could be used: 1 of 1 samples skipped"):
         job_of(model, str(tmp_path / "0000.tar"), tmp_path / "none", options={"max_bad_samples": 0.999}).run(shown=False)
     with pytest.raises(CoderError, match="has no head that re-ranks: add --reranker maxsim"):
         job_of(model, data, tmp_path / "t", tokens=True).run(shown=False)
@@ -261,7 +262,7 @@ def test_slices_of_any_source() -> None:
     assert [[slices.item(handle).key for handle in slices.handles(unit)] for unit in range(len(slices))] == [
         ["0", "1", "2"], ["3", "4", "5"], ["6"],
     ]  # fmt: skip
-    decoder = _Decoder(slices, lambda picture: torch.zeros(1), 2, 0)
+    decoder = Decoder(slices, lambda picture: torch.zeros(1), 2, thumbnails=0)
     with pytest.raises(CoderError, match="other: its samples cannot be sent to processes: use --workers 0"):
         list(decoder.blocks([0], 1))
     keys = [[record.key for record in block.records] for block in decoder.blocks([2, 1], 0)]
@@ -274,7 +275,8 @@ def test_thumbnails_of_regions_are_of_their_pictures() -> None:
     """Of the same key; of a source that is read by position, and of one in shards. None where the picture is broken."""
     pictures = ItemSource([Item(f"{n}", ("a",), partial(_picture, n)) for n in range(4)])
     regions = {item.key: _regions() for _, item in pictures.items()}
-    decoder = _Decoder(Slices(RegionSource(pictures, regions), 2, pictures=pictures), lambda regions: torch.zeros(1), 3, 8)
+    slices = Slices(RegionSource(pictures, regions), 2, pictures=pictures)
+    decoder = Decoder(slices, lambda regions: torch.zeros(1), 3, thumbnails=8)
     blocks = [block for block in decoder.blocks([1, 0], 0) if block.records]
     thumbnails = [file for block in blocks for file in block.thumbnails]
     assert [record.key for block in blocks for record in block.records] == ["2", "3", "0", "1"] and thumbnails[1] == b""

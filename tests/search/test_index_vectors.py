@@ -67,6 +67,27 @@ def test_a_flat_file_is_faisss_own(tmp_path: Path) -> None:
     assert (tmp_path / "a.faiss").read_bytes() == (tmp_path / "b.faiss").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("factory", "streamed"), [("IVF8,Flat", True), ("IVF300,SQfp16", True), ("PCA8,IVF8,SQ8", True), ("IVF8,PQ4x4fs", False)]
+)
+def test_inverted_lists_are_written_as_by_faiss_without_being_held(
+    factory: str, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists in blocks are held; more lists than vectors leave some empty."""
+    given = vectors_of()
+    index = check_factory(factory, DIMENSIONS)
+    held: list[int] = []
+    add = type(index).add
+    monkeypatch.setattr(type(index), "add", lambda self, x: held.append(len(x)) or add(self, x))
+    make(tmp_path, factory, given)
+    assert bool(held) is not streamed and [path.name for path in tmp_path.iterdir()] == ["a.faiss"]
+    index.train(given[:, 0])
+    for batch in np.array_split(given[:, 0], 7):
+        index.add(batch)
+    faiss.write_index(index, str(tmp_path / "b.faiss"))
+    assert (tmp_path / "a.faiss").read_bytes() == (tmp_path / "b.faiss").read_bytes()
+
+
 def test_equal_scores_are_in_the_order_of_rows(tmp_path: Path) -> None:
     given = np.repeat(vectors_of()[:4], 5, axis=0)
     _, rows = make(tmp_path, "Flat", given).search(given[6], 20)

@@ -104,8 +104,11 @@ def header(**fields: Any) -> Callable[[pa.Table], pa.Table]:
     return change
 
 
-def with_null(table: pa.Table) -> pa.Array:
-    return pa.array([None, *table.column("image_vector").to_pylist()[1:]], table.schema.field("image_vector").type)
+def with_null(name: str) -> Callable[[pa.Table], pa.Table]:
+    def array(table: pa.Table) -> pa.Array:
+        return pa.array([None, *table.column(name).to_pylist()[1:]], table.schema.field(name).type)
+
+    return replaced(name, array)
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -128,7 +131,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         rewrite(lambda table: table.append_column("day", pa.array([0] * 20, pa.date32()))), "column 'day' has the type",
     ),
     "vectors of text": (rewrite(replaced("image_vector", lambda table: table.column("key"))), "image_vector has no vectors"),
-    "a missing vector": (rewrite(replaced("image_vector", with_null)), "a vector is missing"),
+    "a missing vector": (rewrite(with_null("image_vector")), "a vector is missing"),
+    "a missing key": (rewrite(with_null("key")), "an image has no key"),
+    "a missing id": (rewrite(with_null("image_id")), "an image has no image_id"),
 }  # fmt: skip
 
 
@@ -138,7 +143,8 @@ def test_a_file_that_is_not_ours_is_refused_in_one_line(name: str, tmp_path: Pat
     change, text = HOSTILE[name]
     change(tmp_path / "00000000.parquet")
     with pytest.raises(CoderError, match=text) as caught:
-        [*table_of(tmp_path).vector_batches("images")]
+        table = table_of(tmp_path)
+        [*table.vector_batches("images"), *table.batches(["key", "image_id"])]
     if "column" not in text:
         assert "00000000.parquet" in str(caught.value) and "\n" not in str(caught.value)
 

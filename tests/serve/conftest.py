@@ -6,7 +6,7 @@ import csv
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,10 +73,13 @@ class Live(NamedTuple):
 
 
 @contextmanager
-def running(folder: Path, *flags: str) -> Iterator[Live]:
-    """``coder-plugin serve`` in a process of its own, at any free port, until the end of the context."""
+def running(folder: Path, *flags: str, main: Callable[[list[str]], int] | None = None) -> Iterator[Live]:
+    """``coder-plugin serve`` in a process of its own, at any free port, until the end of the context.
+
+    ``main`` is called in place of ``coder_plugin.cli.main``.
+    """
     output, errors = folder / "output", folder / "errors"
-    process = fresh.context().Process(target=_serve, args=([*flags, "--port", "0"], str(output), str(errors)))  # type: ignore[attr-defined]
+    process = fresh.context().Process(target=_serve, args=([*flags, "--port", "0"], str(output), str(errors), main))  # type: ignore[attr-defined]
     process.start()
     deadline = time.monotonic() + 60
     while not output.is_file() or "serving at " not in output.read_text():
@@ -89,13 +92,13 @@ def running(folder: Path, *flags: str) -> Iterator[Live]:
         process.join(20)
 
 
-def _serve(arguments: list[str], output: str, errors: str) -> None:
+def _serve(arguments: list[str], output: str, errors: str, main: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it begins in the background ignore it
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     import sys
 
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    from coder_plugin.cli import main
+    from coder_plugin import cli
 
-    sys.exit(main(["serve", *arguments]))
+    sys.exit((main or cli.main)(["serve", *arguments]))

@@ -1,0 +1,393 @@
+"""A data set in units, each of which becomes one file: in one process, or in the tasks of any scheduler.
+
+A unit is a shard, or a slice of other data. Its file appears when it is complete; what is complete is not made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import pickle
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from PIL.Image import Image, Resampling
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from coder_plugin.data.bad_samples import Bad, BadSample, BadSamples, describe
+from coder_plugin.data.item import Item
+from coder_plugin.data.shard_lists import recorded_size
+from coder_plugin.data.shards import ShardStream
+from coder_plugin.data.workers import start_worker
+from coder_plugin.errors import CoderError
+from coder_plugin.files import remove_all_leftovers
+from coder_plugin.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+class Finished(NamedTuple):
+    """What :meth:`Job.run` leaves in the folder."""
+
+    units: int
+    files: int  # complete ones
+    made: int  # by this process
+    images: int  # of the complete ones
+    captions: int
+    bad: Counter[str]  # samples that were left out, by kind
+
+
+class Opened(Protocol):
+    """The data of a job, and the model that it runs.
+
+    ``header`` is what all files say of data, model and options, as JSON gives it back; its ``plan`` names the options.
+    """
+
+    slices: Slices
+    header: dict[str, Any]
+
+    def bad(self) -> BadSamples:
+        """A new count of bad samples."""
+
+    def write(
+        self, job: Any, units: Sequence[int], bad: BadSamples, progress: Progress | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Write the files of units, and give the header of each: ``unit``, ``rows``, ``captions`` and ``bad`` besides."""
+
+
+class Job(ABC):
+    """Makes the files of a data set's units. Subclasses can be pickled."""
+
+    @property
+    @abstractmethod
+    def opened(self) -> Any:
+        """An :class:`Opened`, which a process opens once."""
+
+    @abstractmethod
+    def path(self, unit: int) -> Path:
+        """A unit's file."""
+
+    @abstractmethod
+    def read(self, unit: int) -> dict[str, Any]:
+        """The header of a unit's file; ``CoderError``: a damaged one."""
+
+    @abstractmethod
+    def check_folder(self, names: Sequence[str]) -> None:
+        """Refuse a folder of :meth:`path` with files of these names that are not this job's."""
+
+    @property
+    def units(self) -> int:
+        """Shards or slices of the data, and files of the finished folder."""
+        return len(self.opened.slices)
+
+    def header(self) -> dict[str, Any]:
+        """What all files say of model, data and options."""
+        return self.opened.header
+
+    def __call__(self, unit: int) -> dict[str, Any]:
+        """Make a unit's file, unless it is complete: a pure function of the job and the number.
+
+        Args:
+            unit: from 0 to ``units - 1``.
+
+        Returns:
+            ``unit``, ``path``, and the numbers of ``rows``, ``captions`` and ``bad`` samples.
+
+        Raises:
+            CoderError: data that cannot be read, too many bad samples, or a file that was made with other options.
+        """
+        self._prepare()
+        bad = self.opened.bad()
+        header = self._complete(unit)
+        if header is None:
+            [(_, header)] = self.opened.write(self, [unit], bad)
+            bad.finish()
+        sizes = {"rows": header["rows"], "captions": header["captions"], "bad": len(header["bad"])}
+        return {"unit": unit, "path": str(self.path(unit)), **sizes}
+
+    def run(self, *, index: int = 0, count: int = 1, shown: bool = True) -> Finished:
+        """Make what the folder lacks of every ``count``-th unit, from number ``index`` on.
+
+        Args:
+            index: number of this process or task, from 0.
+            count: of processes and tasks.
+            shown: whether to show progress.
+
+        Raises:
+            CoderError: as of a call; no image could be used.
+        """
+        self._prepare()
+        opened, bad = self.opened, self.opened.bad()
+        headers = {unit: header for unit in range(index, self.units, count) if (header := self._complete(unit)) is not None}
+        for header in headers.values():
+            bad.restore({"read": header["rows"] + len(header["bad"]), "kinds": _kinds([header])})
+        missing = [unit for unit in range(index, self.units, count) if unit not in headers]
+        total = opened.slices.num_images if count == 1 else None
+        with Progress(total, sum(each["rows"] for each in headers.values()), what="images", shown=shown) as progress:
+            headers.update(opened.write(self, missing, bad, progress))
+        bad.finish()
+        headers.update((unit, header) for unit in range(self.units) if unit not in headers and (header := self._complete(unit)))
+        images, captions = (sum(each[name] for each in headers.values()) for name in ("rows", "captions"))
+        if not images and len(headers) == self.units:
+            raise CoderError(f"{bad.name}: no image could be used: {bad}")
+        return Finished(self.units, len(headers), len(missing), images, captions, _kinds(headers.values()))
+
+    def _prepare(self) -> None:
+        """Make the folder. One that holds something else is refused before a model computes."""
+        _ = self.opened  # what cannot be opened leaves no folder
+        folder = self.path(0).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_all_leftovers(folder)
+            names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        except OSError as error:
+            raise CoderError(f"{folder} cannot be written: {error}") from error
+        self.check_folder(names)
+        for unit in [unit for unit in range(self.units) if self.path(unit).exists()][:1]:
+            self._complete(unit)
+
+    def _complete(self, unit: int) -> dict[str, Any] | None:
+        """The header of a unit's file; None if there is none, or a damaged one."""
+        if not self.path(unit).exists():
+            return None
+        try:
+            header = self.read(unit)
+        except CoderError as error:
+            log.warning("%s", error)
+            return None
+        now = {**self.header(), "unit": unit}
+        if header != {**header, **now}:
+            before, plan = {**header.get("plan", {}), "unit": header.get("unit")}, {**now["plan"], "unit": unit}
+            raise CoderError(
+                f"{self.path(unit).parent} was begun with other options ({differences(before, plan) or 'another model'}): use "
+                "the same options, choose another folder, or remove this one"
+            )
+        return header
+
+
+def _kinds(headers: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """The samples that were left out, by kind."""
+    return Counter(kind for header in headers for kind, *_ in header["bad"])
+
+
+#: Fields of which only a digest is known, and what a message calls another one.
+_DIGESTS = {"model": "another model", "content": "the data's content has changed", "embeddings": "other embeddings"}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The fields of ``now`` that had other values ``before``, for a message; empty if there are none.
+
+    Example:
+        >>> differences({"what": "both", "dtype": "float32"}, {"what": "images", "dtype": "float32"})
+        'what was both, is images'
+    """
+    different = [name for name in now if before.get(name) != now[name]]
+    return ", ".join(
+        _DIGESTS.get(name) or f"{name} was {str(before.get(name))[:200]}, is {str(now[name])[:200]}" for name in different
+    )
+
+
+class Slices:
+    """A data set in units: each shard is one, or each slice of the images of any other data.
+
+    Args:
+        source: a :class:`~coder_plugin.data.source.Source`, or :class:`~coder_plugin.data.pictures.Pictures`.
+        rows: images of a slice, from 1.
+        pictures: for thumbnails of images that are read as regions: a source of their pictures; None: none.
+
+    Raises:
+        CoderError: there are none, or their number is not known, so that they cannot be divided.
+
+    Example:
+        >>> from coder_plugin.data import open_source
+        >>> slices = Slices(open_source("scenes", count=5), 2)
+        >>> len(slices), [slices.item(handle).key for handle in slices.handles(2)]
+        (3, ['scenes/train/000004'])
+    """
+
+    def __init__(self, source: Any, rows: int, *, pictures: Any = None) -> None:
+        if rows < 1:
+            raise CoderError(f"--rows-per-file must be at least 1, got {rows}")
+        self.source, self.rows, self.pictures = source, rows, pictures
+        self._inner = getattr(source, "captions", source)  # of regions joined to captions
+        self.by_shards = hasattr(self._inner, "read_shard")
+        if self.by_shards:
+            self._count = self._inner.num_shards
+        elif source.num_images is None:
+            raise CoderError(f"{source.name}: the number of its images is not known, so they cannot be divided into files")
+        else:
+            self._count = -(-source.num_images // rows)
+        if not self._count:
+            raise CoderError(f"{source.name}: no images")
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_images(self) -> int | None:
+        """The number of images, where shards need not be read for it; else None."""
+        if isinstance(self._inner, ShardStream):
+            return recorded_size(self._inner.shards)
+        return getattr(self.source, "num_images", None)
+
+    def handles(self, unit: int) -> Iterator[int | Item]:
+        """The images of a unit, by position or read from a shard, which is read from its start to its end, once."""
+        if self.by_shards:
+            yield from self._inner.read_shard(unit)
+        elif hasattr(self._inner, "item"):
+            yield from range(unit * self.rows, min((unit + 1) * self.rows, self.source.num_images))
+        else:  # a reader of another package: the only block of its rank
+            yield from (item for _, item in islice(self._inner.items(unit, self._count, block=self.rows), self.rows))
+
+    def item(self, handle: int | Item) -> Item:
+        """The image of a handle, in whichever process."""
+        item = self._inner.item(handle) if isinstance(handle, int) else handle
+        return item if self._inner is self.source else self.source.with_regions(item)
+
+    def picture(self, handle: int | Item) -> Item:
+        """As :meth:`item`, the picture of an image that is read as regions."""
+        return self.pictures.item(handle) if isinstance(handle, int) else handle
+
+
+class Record(NamedTuple):
+    """What is kept of an image besides its vectors."""
+
+    key: str
+    captions: tuple[str, ...]
+    path: str | None
+    member: str | None
+    metadata: dict[str, Any]
+
+
+class Block(NamedTuple):
+    """Some images of a unit, decoded."""
+
+    unit: int
+    records: list[Record]  # b
+    image: Any = None  # tensor [b, ...] or a dict of them
+    thumbnails: Sequence[bytes] = ()  # b JPEG files, empty where there is none
+    bad: Sequence[Bad] = ()
+
+
+class Decoder(Dataset):
+    """Decodes blocks, in this process or in those of a DataLoader, which serve all units. An error is returned as an object."""
+
+    def __init__(
+        self, slices: Slices, transform: Any, size: int, *, thumbnails: int = 0, collate: Callable[..., Any] = default_collate
+    ) -> None:
+        self.slices, self.transform, self.size, self.thumbnails, self.collate = slices, transform, size, thumbnails, collate
+
+    def blocks(
+        self, units: Iterable[int], workers: int, check: Callable[[Any], None] | None = None
+    ) -> Iterator[Block]:
+        """The blocks of units in order; each unit begins with a block of no images. ``check`` gets the first image."""
+        requests = self._requests(units, check, sent=workers > 0)
+        if workers and self.transform is not None:
+            loader: DataLoader[Any] = DataLoader(
+                self,
+                sampler=requests,  # type: ignore[arg-type]  # sent to a worker: here images, not numbers of them
+                batch_size=None,
+                num_workers=workers,
+                collate_fn=_identity,
+                generator=torch.Generator().manual_seed(0),
+                worker_init_fn=start_worker,
+            )
+            decoded: Iterable[Any] = loader
+        else:
+            decoded = map(self.__getitem__, requests)
+        for block in decoded:
+            if isinstance(block, CoderError):
+                raise block
+            yield block
+
+    def _requests(
+        self, units: Iterable[int], check: Callable[[Any], None] | None, *, sent: bool
+    ) -> Iterator[tuple[int, list[Any]] | CoderError]:
+        """Handles of the images of blocks. This process reads the shards, each once."""
+        try:
+            for unit in units:
+                yield unit, []
+                handles = self.slices.handles(unit)
+                while block := list(islice(handles, self.size)):
+                    if sent and isinstance(block[0], Item):
+                        sent = False
+                        self._check_pickles(block[0])
+                    if check is not None and (loaded := self._first(block)) is not None:
+                        check(loaded)
+                        check = None
+                    yield unit, block
+        except CoderError as error:  # a DataLoader may be starting its processes
+            yield error
+
+    def _check_pickles(self, item: Item) -> None:
+        try:
+            pickle.dumps(item)
+        except Exception as error:  # of many kinds; in the queue's own thread it would be lost
+            name = self.slices.source.name
+            raise CoderError(f"{name}: its samples cannot be sent to processes: use --workers 0") from error
+
+    def _first(self, handles: Sequence[int | Item]) -> Any:
+        """The first image that can be read; None without any."""
+        for handle in handles:
+            with contextlib.suppress(OSError, BadSample):
+                return self.slices.item(handle).load()
+        return None
+
+    def __getitem__(self, request: tuple[int, list[Any]] | CoderError) -> Block | CoderError:
+        if isinstance(request, CoderError):
+            return request
+        try:
+            return self._decode(*request)
+        except CoderError as error:
+            return CoderError(str(error))
+
+    def _decode(self, unit: int, handles: Sequence[int | Item]) -> Block:
+        records, images, thumbnails, bad = [], [], [], []
+        for handle in handles:
+            item = self.slices.item(handle)
+            try:
+                if item.fault is not None:
+                    raise item.fault
+                loaded = None if self.transform is None else item.load()
+            except CoderError:
+                raise
+            except (OSError, ValueError) as error:
+                bad.append(describe(item.key, error))
+                continue
+            if self.transform is not None:
+                try:
+                    images.append(self.transform(loaded))
+                except BadSample as error:  # any other error of a transform is a bug
+                    bad.append(describe(item.key, error))
+                    continue
+                thumbnails.append(self._thumbnail(handle, item.key, loaded))
+            records.append(Record(item.key, item.captions, item.path, item.member, dict(item.metadata)))
+        return Block(unit, records, self.collate(images) if images else None, thumbnails, bad)
+
+    def _thumbnail(self, handle: int | Item, key: str, loaded: Any) -> bytes:
+        if self.thumbnails and not isinstance(loaded, Image) and self.slices.pictures is not None:
+            try:
+                item = self.slices.picture(handle)
+                loaded = item.load() if item.key == key else None
+            except (OSError, ValueError, IndexError):  # the last one: fewer pictures
+                return b""
+        return thumbnail(loaded, side=self.thumbnails) if self.thumbnails and isinstance(loaded, Image) else b""
+
+
+def _identity(block: Any) -> Any:
+    return block
+
+
+def thumbnail(image: Image, *, side: int) -> bytes:
+    """A JPEG file of a picture, its longer side at most ``side`` pixels."""
+    small = image.convert("RGB")
+    small.thumbnail((side, side), Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()

@@ -7,7 +7,8 @@ image with several views is that of its nearest view, which retrieval scores it 
 
 A score that depends on the pair, such as AsCL's fusion, has no embedding. Where a model has one, the distance of an image and
 its caption is also given as sqrt(2 - 2 S), S the pair's score in place of the cosine. Distances within one modality, and so
-uniformity, are of the embeddings: two images, or two captions, have no fused score. Each result names its score.
+uniformity, are of the embeddings: two images, or two captions, have no fused score. Of a model that scores all pairs they are
+of the means of the tokens that it compares, because its towers' embeddings may be in no loss. Each result names its score.
 
 Everything is computed in float64. Positive pairs are few: their embeddings are subtracted. All other pairs go through
 square tiles of |a|² + |b|² - 2ab with the mean embedding moved to the origin. That keeps the distances of a collapsed
@@ -55,6 +56,7 @@ def analyse(
     t2i_ranks: Tensor | Sequence[int] | None = None,
     ranked_by: str | None = None,
     fused_scores: Tensor | None = None,
+    compared: str = "embeddings",
     edges: Sequence[int] = LENGTH_EDGES,
     sample: int | None = None,
     seed: int = 0,
@@ -71,12 +73,13 @@ def analyse(
             embeddings' inner products as they are, which `recall_from_embeddings` gives.
         ranked_by: the score that gave the ranks, in words, such as "fused score of all pairs"; with ``t2i_ranks``.
         fused_scores: [T], of a model that scores pairs, the score of each caption with its image, in [-1, 1].
+        compared: what ``images`` and ``texts`` are, in words, such as "means of tokens".
         edges, sample, seed: as in `recall_by_length`.
         chunk: as in `alignment` and `uniformity`.
 
     Returns:
         ``images`` and ``texts`` (their numbers), ``alignment``, ``uniformity`` and ``recall_by_length``: what the
-        functions of those names return. ``scores`` names the score that each of them belongs to: "embeddings", what
+        functions of those names return. ``scores`` names the score that each of them belongs to: ``compared``, what
         ``ranked_by`` says, and for ``image_text_fused``, which is there with ``fused_scores``, "fused score".
 
     Raises:
@@ -84,11 +87,11 @@ def analyse(
             infinity, zeros), several models at once.
     """
     aligned = alignment(images, texts, image_of_text, chunk=chunk)  # also checks what all parts share
-    scores = {"alignment": "embeddings", "uniformity": "embeddings"}
+    scores = {"alignment": compared, "uniformity": compared}
     if fused_scores is not None:
         aligned["image_text_fused"] = _fused_alignment(fused_scores, len(texts))
         scores["image_text_fused"] = "fused score"
-    scores["recall_by_length"] = "embeddings" if t2i_ranks is None else ranked_by or "ranks that were given"
+    scores["recall_by_length"] = compared if t2i_ranks is None else ranked_by or "ranks that were given"
     if isinstance(captions, str) or len(captions) != len(texts):
         raise CoderError(f"captions must be the strings of the {len(texts)} text embeddings, got {len(captions)}")
     if t2i_ranks is None:
@@ -102,6 +105,25 @@ def analyse(
         "recall_by_length": by_length,
         "scores": scores,
     }
+
+
+def token_means(item: Mapping[str, Tensor]) -> Tensor:
+    """The vectors [n, D] float32 of images or texts of a model that scores pairs alone: means of the tokens that it compares.
+
+    Its towers' embeddings are in no loss, so that they say nothing about it.
+
+    Args:
+        item: ``tokens`` [n, L, D], bool ``mask`` [n, L] with a token in each row and, of images that have one, the projected
+            feature of the whole image ``whole`` [n, D], which is added.
+
+    Example:
+        >>> tokens = torch.tensor([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]]])
+        >>> token_means({"tokens": tokens, "mask": torch.tensor([[True, True, False]])})
+        tensor([[2., 4.]])
+    """
+    weights = item["mask"].float() / item["mask"].sum(1, keepdim=True)
+    means = torch.einsum("nl,nld->nd", weights, item["tokens"].float())
+    return means + item["whole"].float() if "whole" in item else means
 
 
 def _fused_alignment(scores: Tensor, count: int) -> dict[str, Any]:

@@ -185,14 +185,19 @@ def _measure_row(row: _Row, measures: Measures) -> dict[str, Any]:
         if row.zero_shot is not None:
             result["zero_shot"] = row.zero_shot
         if measures.analyses and isinstance(encoded.images, Tensor):
-            from coder_plugin.evaluation.analyses import analyse
+            from coder_plugin.evaluation.analyses import analyse, token_means
+            from coder_plugin.heads.fusion import Fusion
 
-            vectors = encoded.images, encoded.texts, encoded.image_of_text
+            vectors = encoded.images, encoded.texts
             fused: dict[str, Any] = {"ranked_by": "embeddings"}
             if encoded.items is not None:
                 pairs = "all pairs" if row.depth is None else f"the first {row.depth} by embedding"
                 fused = {"ranked_by": f"fused score of {pairs}", "fused_scores": positive_scores(encoded)}
-            result["analyses"] = analyse(*vectors, encoded.captions, t2i_ranks=measured["t2i_ranks"], **fused)
+                if row.depth is None and isinstance(encoded.items.head, Fusion):  # its towers' embeddings may be in no loss
+                    vectors = token_means(encoded.items.images), token_means(encoded.items.texts)
+                    fused["compared"] = "means of the fusion's tokens"
+            of_texts = encoded.image_of_text, encoded.captions
+            result["analyses"] = analyse(*vectors, *of_texts, t2i_ranks=measured["t2i_ranks"], **fused)
     return distributed.gather_objects(result)[0]
 
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import analyses, recall_from_embeddings
-from coder_plugin.evaluation.analyses import alignment, analyse, format_analyses, recall_by_length, uniformity
+from coder_plugin.evaluation.analyses import (
+    alignment,
+    analyse,
+    format_analyses,
+    recall_by_length,
+    token_means,
+    uniformity,
+)
 
 ROOT2, ROOT3 = math.sqrt(2), math.sqrt(3)
 
@@ -394,6 +401,13 @@ def test_analyse_is_its_parts_and_json() -> None:
     assert got["recall_by_length"] == recall_by_length(ranks, captions, edges=[5, 9], sample=20, seed=3)
     assert (got["images"], got["texts"]) == (8, 24)
     assert json.loads(json.dumps(got, allow_nan=False)) == got
+
+
+def test_means_of_tokens_leave_padding_out_and_add_the_whole_image() -> None:
+    tokens = torch.tensor([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]], [[1.0, 0.0], [7.0, 7.0], [7.0, 7.0]]])
+    item = {"tokens": tokens, "mask": torch.tensor([[True, True, False], [True, False, False]])}
+    assert token_means(item).tolist() == [[2.0, 4.0], [1.0, 0.0]]
+    assert token_means({**item, "whole": torch.tensor([[1.0, -4.0], [0.0, 2.0]])}).tolist() == [[3.0, 0.0], [1.0, 2.0]]
 
 
 def test_reranked_ranks_are_taken() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,13 +60,15 @@ def mean(tokens: Tensor, mask: Tensor) -> Tensor:
     return (tokens.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
-def make_encoder(data: str, *, fusion: bool = True, seed: int = 0, batch_size: int = 5) -> tuple[Encoder, Any]:
+def make_encoder(
+    data: str, *, fusion: bool = True, seed: int = 0, batch_size: int = 5, loss: str = "dcl"
+) -> tuple[Encoder, Any]:
     """Of a fresh model and 24 images of five captions, of lengths that differ from batch to batch."""
     torch.manual_seed(seed)
     source = open_source(data, split="dev")
     words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    model = coder_plugin.create_model("region-bigru", loss="dcl", **options)
+    model = coder_plugin.create_model("region-bigru", loss=loss, **options)
     if fusion:
         model.coder.heads["means"] = Means()
     made = {"device": torch.device("cpu"), "batch_size": batch_size, "workers": 0}
@@ -288,6 +291,32 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be made"):
         command(analyses=str(tmp_path / "file"))
+
+
+def test_the_analyses_of_a_model_that_scores_pairs_alone(
+    data: str, opened: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its towers' embeddings are in no loss: distances are those of the means of the tokens, here in NumPy's float64."""
+    pytest.importorskip("matplotlib")
+    encoder, source = make_encoder(data, fusion=False, loss="ascl(similarity=fusion)")
+    made = SimpleNamespace(name="a", encoder=lambda: encoder, rerank="all")
+    monkeypatch.setattr(compare._Setting, "open", lambda *_: made)
+    row = analyses_of(command(analyses=str(tmp_path), rerank="all"))["a"]
+    encoded = encoder(source)
+    images, texts = (mean(side["tokens"], side["mask"]).double().numpy() for side in encoded.items[1:])
+    images, texts = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (images, texts))
+    owner = encoded.image_of_text.numpy()
+    assert row["scores"]["alignment"] == row["scores"]["uniformity"] == "means of the fusion's tokens"
+    pairs = np.linalg.norm(images[owner] - texts, axis=1)
+    assert row["alignment"]["image_text"]["mean"] == pytest.approx(pairs.mean(), abs=1e-6)
+    apart = np.linalg.norm(texts[:, None] - texts[None], axis=2)
+    same, upper = owner[:, None] == owner[None], np.triu(np.ones_like(apart, bool), 1)
+    assert row["alignment"]["text_text"]["mean"] == pytest.approx(apart[same & upper].mean(), abs=1e-6)
+    assert row["uniformity"]["texts"]["mean"] == pytest.approx(apart[~same & upper].mean(), abs=1e-6)
+    assert row["uniformity"]["texts"]["variance"] == pytest.approx(apart[~same & upper].var(), abs=1e-6)
+    made.rerank = "5"
+    shortlisted = analyses_of(command(analyses=str(tmp_path), rerank="5"))["a"]
+    assert shortlisted["scores"]["alignment"] == "embeddings" and shortlisted["alignment"] != row["alignment"]
 
 
 def on_ranks(data: str) -> tuple[dict[str, Any], Encoded]:

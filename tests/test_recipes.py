@@ -22,7 +22,7 @@ from tests.backbones import tiny_bert
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
     "ascl-clip", "ascl-fusion", "ascl-hybrid", "ascl-printed", "coder", "coder-clip", "coder-paper", "coder-printed",
-    "finetune-clip", "selfalign", "selfalign-clip", "vse-infinity",
+    "finetune-clip", "selfalign", "selfalign-clip", "selfalign-printed", "vse-infinity",
 ]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {
@@ -79,7 +79,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 91 and len({*names, *OBJECTIVES}) == 98
+    assert len(names) == 91 and len({*names, *OBJECTIVES}) == 99
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 30, "ascl": 20, "selfalign": 12}, rows
 

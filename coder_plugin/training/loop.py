@@ -144,10 +144,14 @@ class Trainer:
         zeroshot, classnames, templates = (getattr(config.evaluation, x) for x in ("zeroshot", "classnames", "templates"))
         self.classes = None if zeroshot is None else read_classes(zeroshot, classnames, templates or "openai")
         resume.seed_everything(config.run.seed)
+        self.derived: dict[str, Any] = {}
         if hasattr(model, "coder"):  # its heads are made: their options stand
             self.objective = replace(objective, heads=model.coder.objective.heads)
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
+            given = {(head, name) for head, options in objective.heads for name, _ in options}
+            fitted = ((head, name, value) for head, options in self.objective.heads for name, value in options)
+            self.derived = {f"{head}.{name}": value for head, name, value in fitted if (head, name) not in given}
         if isinstance(model, str):
             prepare.say_random_weights(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)

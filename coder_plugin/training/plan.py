@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coder_plugin import distributed
+from coder_plugin import distributed, registry
 from coder_plugin.config import TrainConfig, get_option, options_by_name
+from coder_plugin.model import required_heads
+from coder_plugin.objective import Objective
 from coder_plugin.terminal import plural
 from coder_plugin.training import prepare
 from coder_plugin.training.log import machine, versions
@@ -20,6 +23,19 @@ if TYPE_CHECKING:
 
 #: Options that the table shows where they are defaults too.
 _ALWAYS = ("lr", "wd", "warmup")
+
+
+#: The objectives whose options are those that the papers print; what they do not set is the default.
+_PRINTED = ("coder-printed", "ascl-printed", "selfalign-printed")
+#: Options that only the data can say.
+_OF_THE_DATA = ("vocabulary", "recluster", "steps_per_epoch")
+#: Values that a paper prints for one of its data sets.
+_PRINTED_FOR_ONE = {
+    "prototypes.clusters": (10_000, 20_000),
+    "ascl.temperature": (0.01, 0.05),
+    "fusion.local_weight": (0.6, 0.8),
+    "concepts.tower_gradient": (1.0,),
+}
 
 
 def make_plan(trainer: Trainer) -> dict[str, Any]:
@@ -37,6 +53,8 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         "run": str(trainer.folder),
         "objective": str(trainer.objective),
         "options": trainer.objective.to_dict(),
+        "derived options": trainer.derived,
+        "not as printed": not_as_printed(trainer.objective),
         "terms": trainer.objective.labels(),
         "heads": {name: sum(p.numel() for p in head.parameters()) for name, head in model.coder.heads.items()},
         "notes": {name: notes for name, head in model.coder.heads.items() if (notes := head.notes())},
@@ -68,6 +86,36 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
+    """Options of the papers' terms and heads whose value is not the one that their paper prints, as ``{"value", "printed"}``.
+
+    An option that no paper prints counts where it is not the default.
+
+    Example:
+        >>> not_as_printed(Objective.parse("dcl(gamma=0.5)"))["dcl.gamma"]
+        {'value': 0.5, 'printed': 0.3}
+    """
+    printed: dict[tuple[str, str], dict[str, Any]] = {}
+    for method in map(Objective.parse, _PRINTED):
+        printed |= {("losses", term.name): dict(term.options) for term in method.terms}
+        printed |= {("heads", name): {} for name in required_heads(method) if name != "ids"}
+        printed |= {("heads", name): dict(options) for name, options in method.heads}
+    given = {("losses", term.name): dict(term.options) for term in objective.terms}
+    given |= {("heads", name): dict(options) for name, options in objective.heads}
+    found = {}
+    for (group, name), options in printed.items():
+        if (group, name) not in given and not (group == "heads" and name in required_heads(objective)):
+            continue
+        for option in inspect.signature(registry.load(group, name)).parameters.values():
+            if option.kind is not option.KEYWORD_ONLY or option.default is option.empty or option.name in _OF_THE_DATA:
+                continue
+            key, wanted = f"{name}.{option.name}", options.get(option.name, option.default)
+            value = given.get((group, name), {}).get(option.name, option.default)
+            if value not in _PRINTED_FOR_ONE.get(key, (wanted,)):
+                found[key] = {"value": value, "printed": wanted}
+    return found
+
+
 def options_with_origins(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """Every option that has a value, by flat name, with the layer that set it: default, scenes, model, recipe, file or flag."""
     values: Mapping[str, Any] = config.to_flat()
@@ -93,6 +141,11 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "run": plan["run"],
         "objective": plan["objective"],
         "heads": ", ".join(f"{name} ({size:,} parameters)" for name, size in plan["heads"].items()) or "none",
+        "derived": ", ".join(f"{name}={value}" for name, value in plan["derived options"].items()),
+        "not as printed": ", ".join(
+            f"{name}={_word(each['value'])} (printed: {_word(each['printed'])})"
+            for name, each in plan["not as printed"].items()
+        ),
         "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",
         "frozen": ", ".join(plan["frozen because no term reads them"]),
         "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
@@ -117,6 +170,10 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
     lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
     return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
+
+
+def _word(value: Any) -> str:
+    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _name_data(data: Mapping[str, Any]) -> str:

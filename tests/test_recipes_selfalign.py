@@ -27,7 +27,7 @@ CAMERA = {"ids", "views"}
 
 
 def test_all_are_there():
-    others = ["camera", "camera-coco", "clip", "vsrn", "vsrn-coco"]
+    others = ["camera", "camera-coco", "clip", "printed", "vsrn", "vsrn-coco"]
     assert sorted(NAMES) == sorted(["selfalign", *(f"selfalign-{other}" for other in others), *ROWS])
 
 
@@ -161,6 +161,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "selfalign-camera-coco": ON_CAMERA,
     "selfalign-vsrn": ON_VSRN,
     "selfalign-vsrn-coco": ON_VSRN,
+    **dict.fromkeys(("camera", "camera-coco"), {**_BASE, **_VIEWS}),
+    **dict.fromkeys(("vsrn", "vsrn-coco"), {key: value for key, value in ON_VSRN.items() if key not in {**_LCA, **_CRA}}),
     **{
         f"selfalign/table4-{row}": options
         for row, options in enumerate(
@@ -200,13 +202,14 @@ def test_the_objective_in_numbers(name):
 @pytest.mark.parametrize("name", [*OBJECTIVES, "selfalign-clip"])
 def test_the_run_in_numbers(name):
     wanted = dict(RUN)
-    if name.startswith("selfalign-vsrn"):
-        kwargs = ["word_projection=true", "bidirectional=false", *([] if "coco" in name else ["batch_norm=true"])]
+    if "vsrn" in name:
+        kwargs = ["bidirectional=false", *([] if "coco" in name else ["batch_norm=true"])]
+        kwargs = [*(["word_projection=true"] if "selfalign" in name else []), *kwargs]
         wanted |= {"model": "region-bigru-vsrn", "lr": 2e-4, "model_kwargs": kwargs}
     wanted |= {
         "selfalign-camera-coco": {"epochs": 40, "lr_step_epochs": 20},
         "selfalign-vsrn-coco": {"lr_step_epochs": 15},
-    }.get(name, {})
+    }.get(f"selfalign-{name.removeprefix('selfalign-')}", {})
     if name == "selfalign-clip":
         wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "captions": "draw"}
         wanted["heads_lr_scale"] = 100.0

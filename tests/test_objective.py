@@ -548,5 +548,5 @@ def test_none_is_a_choice_where_the_option_has_it(text: str) -> None:
 
 
 def test_a_sum_of_very_many_terms() -> None:
-    text = " + ".join(["clip"] * 3000)
-    assert len(check_names(text).items) == len(Objective.parse(text).terms) == 3000
+    text = " + ".join(["clip"] * 100)
+    assert len(check_names(text).items) == len(Objective.parse(text).terms) == 100

@@ -268,7 +268,7 @@ CASES = [
         "weights-by-url", model(spec=None, options={"model": "RN50", "pretrained": "http://127.0.0.1:9/x"}), "would fetch"
     ),
     note_case("other-option", model(options={"val_data": "pipe:touch canary"}), "'val_data', which does not describe a model"),
-    Case(name="index-note-text-folder", write=_text_folder, commands=[SEARCH], says=["timm_backbone"]),
+    Case(name="index-note-text-folder", write=_text_folder, commands=[SEARCH], says=["backbone names code or another model"]),
     note_case("images-true", lambda note: note.update(images=True), DAMAGED),
     note_case("images-huge", lambda note: note.update(images=2**62), DAMAGED),
     note_case("path-outside", lambda note: note["sizes"].update({"../outside/precious.txt": 1}), DAMAGED),

@@ -284,7 +284,7 @@ def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, caps
     alone = [result(tmp_path, run, "--export", "last", "--folds", "4") for run in runs]
     assert alone[0]["images"] == 24 and alone[0]["texts"] == 120 and len(alone[0]["folds"]["folds"]) == 4
     rows = result(tmp_path, *runs, "--export", "last", "--folds", "4")
-    assert [row["name"] for row in rows] == [*runs, "ensemble of 2"]
+    assert [row["name"] for row in rows] == [*runs, "ensemble of 2", "mean of 2 runs"]
     for one, row in zip(alone, rows, strict=False):
         assert row["rsum"] == pytest.approx(one["rsum"])
     similarity, owners = averaged(runs)

@@ -34,7 +34,6 @@ _PRINTED_FOR_ONE = {
     "prototypes.clusters": (10_000, 20_000),
     "ascl.temperature": (0.01, 0.05),
     "fusion.local_weight": (0.6, 0.8),
-    "concepts.tower_gradient": (1.0,),
 }
 
 

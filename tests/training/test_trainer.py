@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from coder_plugin.cli import main
 from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
 from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
+from coder_plugin.training.plan import not_as_printed
 from coder_plugin.training.step import NonFiniteError
 from tests import saved
 from tests.data.test_remote_shards import write_shards
@@ -334,6 +336,12 @@ def test_the_plan_says_what_is_derived_and_what_the_paper_prints_otherwise(tmp_p
     text = capsys.readouterr().out
     assert re.search(r"^derived .*momentum.bank_size=857", text, re.M)
     assert re.search(r"^not as printed .*dcl.mask_same_image=true \(printed: false\)", text, re.M)
+
+
+def test_what_a_paper_prints_for_either_data_set_is_printed():
+    settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
+    objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
+    assert not_as_printed(objective) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
 
 
 def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):

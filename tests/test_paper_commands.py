@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "glove.txt").write_text("\n".join(lines) + "\n")
     return {
         "camera": str(boxes), "scan": str(scan), "glove": str(folder / "glove.txt"),
-        "bert": tiny_bert.make(folder / "bert"), "tagger": tagger(folder / "tagger"),
+        "bert": tiny_bert.make(folder / "bert"),
     }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def tagger(folder: Path) -> str:
 def script(name: str, made: dict[str, str], logs: Path, *further: str, **environment: str) -> subprocess.CompletedProcess[str]:
     sizes = ["--model-kwargs", f"text={made['bert']}", *SIZES, "--set", "prototypes.clusters=4", "momentum.bank_size=16"]
     command = ["bash", str(ROOT / "scripts" / f"{name}.sh"), made["scan"], made["glove"], *SMALL, *sizes, "--no-report"]
-    own = {"RUNS": str(logs), "TAGGER": made["tagger"], "ACCELERATE_USE_CPU": "true", **environment}
+    own = {"RUNS": str(logs), "TAGGER": tagger(logs.parent / "tagger"), "ACCELERATE_USE_CPU": "true", **environment}
     path = f"{own.get('PATH', Path(sys.executable).parent)}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, **own, "PATH": path}
     done = subprocess.run([*command, *further], env=variables, capture_output=True, text=True, timeout=500)

@@ -50,7 +50,7 @@ def check_values(value: Any, where: str | Path, *, sizes: bool = True, key: str 
             full = f"{key}.{name}" if key else str(name)
             if name in _REFUSED and each:
                 raise CoderError(f"{where}: {full} names code or another model, which is not followed: remove it")
-            if name.endswith("attn_implementation") and each not in (None, "eager", "sdpa"):
+            if ("attn_implementation" in name or "experts_implementation" in name) and each not in (None, "eager", "sdpa"):
                 raise CoderError(f"{where}: {full} is {_short(each)}; it must be eager or sdpa")
             check_values(each, where, sizes=sizes, key=full, depth=depth + 1)
     elif isinstance(value, (list, tuple)):

@@ -101,6 +101,7 @@ def serve_command(arguments: Command) -> None:
             hosts={*server.LOCAL, *names.values(), server.name_of(name)} if local or names else None,
             upload_bytes=arguments.max_upload_mb << 20,
             pixels=arguments.max_image_pixels,
+            requests=arguments.max_requests,
         )
         bound.listen(128)  # whoever connects from now on is answered
         sizes = ", ".join(plural(searcher.index.size(f"{kind}s"), kind) for kind in ("image", "caption"))

@@ -37,7 +37,7 @@ def read_rows(lines: Sequence[str], separator: str, image: str, *, name: str = "
     Quotes are those of Python's ``csv``. A quoted field may run over several lines, but if one of these is a row itself, with
     as many columns as the header and an image of the same file ending, the quote was never closed, and is read as a character.
     So is one that the file ends in, or whose field is longer than ``csv`` allows. A warning names the first such line, and
-    the first text whose lines may be rows, where the images have no ending to tell this by.
+    the first text whose lines may be rows, where the images' endings do not say so.
 
     Args:
         lines: with their ends, as :func:`read_lines` gives them.
@@ -67,7 +67,7 @@ def read_rows(lines: Sequence[str], separator: str, image: str, *, name: str = "
         inner = [next(csv.reader([each], delimiter=separator)) for each in lines[start + 1 : stop]]
         endings = [ending(each) for each in inner if columns and len(each) == len(columns)]
         own = ending(plain) or ending(row)
-        if endings and not own:
+        if endings and (not own or (own not in endings and any(endings))):
             doubtful.append(start + 1)
         return not own or own not in endings
 

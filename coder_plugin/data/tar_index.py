@@ -139,7 +139,7 @@ def _load(path: Path, count: int) -> list[TarIndex] | None:
             TarIndex(part, changed, apart, Files(Counter(counts), examples))
             for (changed, apart, counts, examples), part in zip(notes, np.split(starts, ends[:-1]), strict=True)
         ]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
 
 

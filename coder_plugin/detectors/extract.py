@@ -94,11 +94,13 @@ class RegionsJob(Job):
         """Refuse a folder with shards of the split that no note is of."""
         pattern = re.compile(rf"{re.escape(self.split)}-\d{{6}}\.tar")
         shards = sorted(path.name for path in self.folder.iterdir() if pattern.fullmatch(path.name))
-        if shards and not names:
+        started = self.path(0).parent / ".started"  # before the first shard, whose note comes after it
+        if shards and not names and not started.exists():
             raise CoderError(
                 f"{self.folder} has {shards[0]}, which no extraction recorded in {self.path(0).parent} wrote: choose another "
                 f"folder or split, or remove split {self.split!r} there"
             )
+        started.touch()
 
     def run(self, *, index: int = 0, count: int = 1, shown: bool = True) -> Finished:
         """As of :class:`~coder_plugin.data.units.Job`; whoever finds all shards complete also writes ``sizes.json``."""
@@ -197,6 +199,8 @@ def regions_job(
     Raises:
         CoderError: options that do not fit together.
     """
+    from coder_plugin.search.embed import content_digest
+
     options = {name: value for name, value in (options or {}).items() if value is not None}
     if global_model is None and global_weights is not None:
         raise CoderError("--global-weights without --global-features: add --global-features timm:MODEL")
@@ -208,6 +212,7 @@ def regions_job(
         **{name: value for name, value in options.items() if name != "weights"},
         "global_features": model or None,
         "source": source.name,
+        "content": content_digest(source),
     }
     return RegionsJob(
         source=source,

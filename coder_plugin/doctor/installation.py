@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
 
 OURS = "coder-plugin"
@@ -17,25 +20,33 @@ OURS = "coder-plugin"
 
 def check_packages() -> Iterator[Finding]:
     """Versions, and what ``pip check`` finds missing or conflicting: of our requirements, of these packages', of others."""
-    versions = {each.name.lower(): each.version for each in metadata.distributions()}
+    versions = {canonicalize_name(each.name): each.version for each in metadata.distributions()}
     if OURS not in versions:
         yield problem("installation.ours", f"{OURS} is imported, but not installed", "run pip install -e . in its folder")
         return
     required = [re.split(r"[^\w.-]", line)[0] for line in metadata.requires(OURS) or () if "extra ==" not in line]
     yield ok("installation.python", f"Python {platform.python_version()}, {platform.platform()}")
-    names = [name for name in (OURS, *required) if name.lower() in versions]
-    yield ok("installation.packages", ", ".join(f"{name} {versions[name.lower()]}" for name in names))
+    names = [name for name in map(canonicalize_name, (OURS, *required)) if name in versions]
+    yield ok("installation.packages", ", ".join(f"{name} {versions[name]}" for name in names))
     done = subprocess.run(
         [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], capture_output=True, text=True, check=False
     )
     if done.returncode and not done.stdout.strip():
-        text = f"packages were not checked: {one_line(done.stderr)}"
+        text = f"only {OURS}'s own requirements were checked: {one_line(done.stderr)}"
         yield note("installation.pip", text, "python -m ensurepip, or uv pip check")
+        for line in metadata.requires(OURS) or ():
+            needed = Requirement(line)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            found = versions.get(canonicalize_name(needed.name))
+            if found is None or not needed.specifier.contains(found, prereleases=True):
+                text = f"{OURS} requires {needed}, which is " + (f"{found} here" if found else "not installed")
+                yield problem(f"installation.packages.{needed.name}", text, f"install {needed}")
     for line in done.stdout.splitlines() if done.returncode else ():
         name = line.split()[0].lower()
         if name == OURS and "faiss-cpu" in line and {"faiss", "faiss-gpu"} & versions.keys():
             continue  # a build for GPUs may stand in for it
-        level = problem if name == OURS else warning if name in map(str.lower, names) else note
+        level = problem if name == OURS else warning if name in names else note
         do = "pip install the package and what it requires in one command, so that the versions fit"
         yield level(f"installation.packages.{name}", one_line(line), do)
 

@@ -137,7 +137,7 @@ def make_tokenizer(config: ModelConfig, model: Any, *, word_dropout: float = 0.0
     name = register_config(config.name)
     try:
         return open_clip.get_tokenizer(name, context_length=config.force_context_length, cache_dir=config.cache_dir)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -60,7 +60,8 @@ def resolve_config(
     if data.on_scenes:
         unused = settings.pop("model", None)  # the scenes are pictures, whatever model the recipe is for
         if unused is not None and "model" not in options:
-            logging.warning("the built-in scenes train %s, not the recipe's %s (set --model)", SCENES_DEFAULTS["model"], unused)
+            text = "the built-in scenes train %s, not the recipe's %s: for that give --train-data, and --model for pictures"
+            logging.warning(text, SCENES_DEFAULTS["model"], unused)
     elif "model" not in options and "model" not in settings:
         raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
     from coder_plugin.backbones import plugin_backbones  # it needs torch; what is checked above does not

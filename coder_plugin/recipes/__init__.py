@@ -167,8 +167,9 @@ def _load(name: str, heirs: tuple[str, ...]) -> Recipe:
         return _build(name, file, heirs)
     if find_objective(name) is not None:
         raise CoderError(f"{name!r} is an objective, not a recipe: it sets no model and no training; use --loss {name}")
-    hint = did_you_mean(name, names())
-    raise CoderError(f"unknown recipe {name!r}{hint} (coder-plugin recipes lists them; a file's name ends in .toml)")
+    rows = [each for each in names() if each.rpartition("/")[2] == name]  # without its paper
+    hint = f"; did you mean {rows[0]!r}?" if rows else did_you_mean(name, names())
+    raise CoderError(f"unknown recipe {name!r}{hint} (coder-plugin recipes --all lists them; a file's name ends in .toml)")
 
 
 def _build(name: str, file: RecipeFile, heirs: tuple[str, ...]) -> Recipe:

@@ -226,6 +226,7 @@ def make_app(
     hosts: Collection[str] | None = None,
     upload_bytes: int = 20 << 20,
     pixels: int = 50_000_000,
+    requests: int = 128,
 ) -> Any:
     """The ASGI application.
 
@@ -235,6 +236,7 @@ def make_app(
         hosts: names that requests may be addressed to, in lower case; None: any.
         upload_bytes: of a request.
         pixels: of a picture that is a query.
+        requests: answered at once; further ones are answered with 503.
 
     Returns:
         What :func:`run`, or another server, runs.
@@ -338,7 +340,7 @@ def make_app(
         log.error("a search failed: %s", error)
         return JSONResponse({"detail": "the search failed: the server's log says why"}, 500)
 
-    return Guard(app, hosts=hosts, most=upload_bytes)
+    return Guard(app, hosts=hosts, most=upload_bytes, requests=requests)
 
 
 def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
@@ -415,16 +417,26 @@ class Guard:
         hosts: names that requests may be addressed to, in lower case; None: any. A page elsewhere whose name is made to lead to
             this machine (DNS rebinding) is refused by its name.
         most: bytes of a form; of other requests :data:`MOST_JSON`.
+        requests: answered at once; one counts from when it has arrived whole.
     """
 
-    def __init__(self, app: Any, *, hosts: Collection[str] | None, most: int) -> None:
-        self.app, self.hosts, self.most = app, hosts, most
+    def __init__(self, app: Any, *, hosts: Collection[str] | None, most: int, requests: int) -> None:
+        self.app, self.hosts, self.most, self.requests = app, hosts, most, requests
+        self.running = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = Headers(scope=scope)
         form = headers.get("content-type", "").startswith("multipart/form-data")
         left = most = self.most if form else min(self.most, MOST_JSON)
-        ended = False
+        ended = counted = False
+
+        def count() -> None:
+            nonlocal counted
+            if self.running >= self.requests:
+                headers = {"retry-after": "1", "connection": "close"}
+                raise HTTPException(503, f"{self.requests} requests are being answered", headers)
+            counted = True
+            self.running += 1
 
         async def limited() -> Any:
             nonlocal left, ended
@@ -432,6 +444,8 @@ class Guard:
             if message["type"] == "http.disconnect" and not ended:
                 log.warning("a client left, or took too long, before its request had arrived")
             ended = not message.get("more_body", False)
+            if ended and not counted and message["type"] == "http.request":
+                count()
             left -= len(message.get("body", b""))
             if left < 0:
                 raise HTTPException(413, f"the request has over {most:,} bytes", {"connection": "close"})
@@ -449,7 +463,15 @@ class Guard:
             answer = JSONResponse({"detail": detail}, status, {"connection": "close"})
             await answer(scope, receive, send_with_headers)
         else:
-            await self.app(scope, limited, send_with_headers)
+            try:
+                if scope["method"] in ("GET", "HEAD"):
+                    count()
+                await self.app(scope, limited, send_with_headers)
+            except HTTPException as refused:  # of a GET; the application answers those that its reading meets
+                answer = JSONResponse({"detail": refused.detail}, refused.status_code, dict(refused.headers or {}))
+                await answer(scope, receive, send_with_headers)
+            finally:
+                self.running -= counted
 
     def _refusal(self, method: str, headers: Headers, most: int) -> tuple[int, str] | None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -561,7 +583,7 @@ def run(app: Any, bound: socket.socket, *, requests: int) -> None:
     Args:
         app: the application.
         bound: the socket.
-        requests: answered at once; further ones are answered with 503.
+        requests: answered at once, for the number of connections.
     """
     config = uvicorn.Config(
         app,

@@ -304,6 +304,8 @@ class Trainer:
                     with self._same_random_states():
                         self._evaluate(f"after step {self.step}")
                 self._save()
+                if self.step >= self.total_steps:
+                    break
             results = {"before": self.before, "last": self.last, "best": self.best, "folder": str(self.folder)}
             if self.best and self.best["rsum"] < self.before.get("rsum", 0.0):
                 self.log.warn(

@@ -27,8 +27,11 @@ _ALWAYS = ("lr", "wd", "warmup")
 
 #: The objectives whose options are those that the papers print; what they do not set is the default.
 _PRINTED = ("coder-printed", "ascl-printed", "selfalign-printed")
-#: Options that only the data can say.
-_OF_THE_DATA = ("vocabulary", "recluster", "steps_per_epoch")
+#: Options that no paper prints.
+_NOT_PRINTED = frozenset(
+    "vocabulary recluster steps_per_epoch effective_negatives warmup reduction freeze_steps init recompute pairs_per_tile "
+    "bank_dtype mode weight iterations hard_negatives_per_image heads".split()
+)
 #: Values that a paper prints for one of its data sets.
 _PRINTED_FOR_ONE = {
     "prototypes.clusters": (10_000, 20_000),
@@ -88,7 +91,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
 def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
     """Options of the papers' terms and heads whose value is not the one that their paper prints, as ``{"value", "printed"}``.
 
-    An option that no paper prints counts where it is not the default.
+    Options that no paper prints are left out. Of those that the formulas imply the default is the printed value.
 
     Example:
         >>> not_as_printed(Objective.parse("dcl(gamma=0.5)"))["dcl.gamma"]
@@ -106,7 +109,7 @@ def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
         if (group, name) not in given and not (group == "heads" and name in required_heads(objective)):
             continue
         for option in inspect.signature(registry.load(group, name)).parameters.values():
-            if option.kind is not option.KEYWORD_ONLY or option.default is option.empty or option.name in _OF_THE_DATA:
+            if option.kind is not option.KEYWORD_ONLY or option.default is option.empty or option.name in _NOT_PRINTED:
                 continue
             key, wanted = f"{name}.{option.name}", options.get(option.name, option.default)
             value = given.get((group, name), {}).get(option.name, option.default)

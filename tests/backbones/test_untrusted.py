@@ -24,6 +24,7 @@ KEYS = (
     [
         *(({"a": [{key: "x"}]}, rf"a\.{key} names code or another model") for key in KEYS),
         ({"attn_implementation": "somebody/kernel"}, "attn_implementation is 'somebody/kernel'; it must be eager or sdpa"),
+        ({"_experts_implementation": "somebody/kernel"}, "_experts_implementation is 'somebody/kernel'"),
         ({"text_config": {"_attn_implementation": "flash"}}, "text_config._attn_implementation is 'flash'"),
         ({"num_hidden_layers": 513}, "num_hidden_layers is 513; the most is 512"),
         ({"layers": [3, 4, 10**6]}, "layers is 1000000"),

@@ -82,6 +82,9 @@ def test_where_the_images_have_no_ending_lines_that_may_be_rows_are_named(caplog
     assert len(rows(text)) == 1 + 4
     assert "line 3: a quoted text runs over lines that may be rows (1 such texts)" in caplog.text
     caplog.clear()
+    other = "a.jpg\tone\nb.jpg\t\"two\nc.png\tthree\"\n"  # the row within has another ending than its own
+    assert len(rows("filepath\ttitle\n" + other)) == 1 + 2 and "line 3: a quoted text runs over" in caplog.text
+    caplog.clear()
     assert len(rows(table(6, {1: '"one'}, name="image{}"))) == 1 + 6
     assert "line 3: a quote that is never closed" in caplog.text and "may be rows" not in caplog.text
     caplog.clear()

@@ -21,7 +21,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.data.source import ItemSource
 from coder_plugin.detectors.base import Detector, Prepared, pixels
-from coder_plugin.detectors.extract import RegionsJob
+from coder_plugin.detectors.extract import RegionsJob, regions_job
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 
@@ -157,7 +157,7 @@ def test_bad_pictures_are_named_counted_and_left_out(tmp_path):
     folder = make_pictures(tmp_path / "pictures", 10, bad=(2, 8))
     report = job(folder, tmp_path / "out", max_bad_samples=0.002).run()
     assert report.images == 8 and report.bad == {"picture": 2}
-    bad = [each for note in (tmp_path / "out/train.extraction").iterdir() for each in json.loads(note.read_text())["bad"]]
+    bad = [each for note in (tmp_path / "out/train.extraction").glob("0*.json") for each in json.loads(note.read_text())["bad"]]
     assert sorted(key for _, key, _ in bad) == ["002.png", "008.png"] and "not an image" in bad[0][2]
     assert len(ShardFile(str(tmp_path / "out"))) == 8
     again = job(folder, tmp_path / "out", max_bad_samples=0.002).run()
@@ -215,6 +215,22 @@ def test_killed_and_restarted_equals_uninterrupted_byte_for_byte(pictures, tmp_p
     assert job(pictures, killed).run().made == 5 - done
     job(pictures, whole).run()
     assert contents(killed) == contents(whole)
+
+
+def test_killed_between_the_first_shard_and_its_note(pictures, tmp_path):
+    job(pictures, tmp_path / "out").run()
+    before = contents(tmp_path / "out")
+    for note in (tmp_path / "out").glob("train.extraction/0*.json"):
+        note.unlink()
+    assert job(pictures, tmp_path / "out").run().made == 5 and contents(tmp_path / "out") == before
+
+
+def test_the_plan_has_the_datas_digest(pictures, tmp_path):
+    plans = [regions_job(Pictures(str(pictures)), str(tmp_path / "out"), detector="torchvision").settings]
+    make_pictures(tmp_path / "more", 1)
+    (tmp_path / "more" / "000.png").rename(pictures / "0005.png")
+    plans.append(regions_job(Pictures(str(pictures)), str(tmp_path / "out"), detector="torchvision").settings)
+    assert plans[0]["content"] and plans[0]["content"] != plans[1]["content"]
 
 
 def test_files_of_others_are_neither_taken_for_the_result_nor_overwritten(pictures, tmp_path):

@@ -300,5 +300,5 @@ def crowded(arguments: list[str], go: Path) -> int:
             time.sleep(0.02)
         return search(self, text, *others, **options)
 
-    app.Engine.text, app.WAITING = text, 1  # type: ignore[method-assign]
+    app.Engine.text = text  # type: ignore[method-assign]
     return main(arguments)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from coder_plugin.cli import main
 from coder_plugin.config import flatten
+from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.report.callback import WriteReport
@@ -336,6 +337,24 @@ def test_the_plan_says_what_is_derived_and_what_the_paper_prints_otherwise(tmp_p
     text = capsys.readouterr().out
     assert re.search(r"^derived .*momentum.bank_size=857", text, re.M)
     assert re.search(r"^not as printed .*dcl.mask_same_image=true \(printed: false\)", text, re.M)
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_run_of_max_steps_ends_without_an_evaluation_and_so_does_its_repetition(tmp_path, validated):
+    options = {"logs": str(tmp_path), "name": "run", "batch_size": 4, "workers": 0, "max_steps": 2, "report": False}
+    options["val_frequency"] = 0
+    saves = []
+
+    class Counted(Trainer):
+        def _save(self):
+            saves.append(self.step)
+            super()._save()
+
+    for resume_from in (None, "latest"):
+        config = {**options, "resume": resume_from}
+        val = open_scenes("val", count=4) if validated else None
+        Counted(model="coder-tiny", loss="clip", train=open_scenes("train", count=32), val=val, config=config).run()
+    assert saves[0] == 2 and len(saves) <= 2
 
 
 def test_what_a_paper_prints_for_either_data_set_is_printed():

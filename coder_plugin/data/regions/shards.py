@@ -85,7 +85,8 @@ class ShardFile(Mapping[str, Regions]):
                     return tar.extractfile(member).read()  # type: ignore[union-attr]
                 return Place(shard, member.offset_data, member.size, changed)
 
-            for sample in samples_of(tar, Files(), read):
+            files = Files()
+            for sample in samples_of(tar, files, read):
                 name, captions = sample.key, tuple[str, ...]()
                 regions, note = (sample.contents.get(field) for field in ("npz", "json"))
                 try:
@@ -104,6 +105,8 @@ class ShardFile(Mapping[str, Regions]):
                 self._places[name] = regions
                 if captions:
                     self.captions[name] = captions
+        if files.lose_samples:
+            log.warning("%s: files that are not read: %s", shard, files)
 
 
 def write(path: str, records: Iterable[Record], *, split: str = "train", shard_size: int = SHARD_SIZE) -> int:

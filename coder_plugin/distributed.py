@@ -343,12 +343,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     Example:
         >>> raise_on_all_ranks(None)
     """
-    messages = gather_objects(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise CoderError(f"rank {rank}: {message}")
+    _gathered(None, error)
 
 
 def on_every_rank(work: Callable[[], _T]) -> list[_T]:
@@ -367,8 +362,18 @@ def on_every_rank(work: Callable[[], _T]) -> list[_T]:
         result = work()
     except Exception as caught:
         error = caught
-    raise_on_all_ranks(error)
-    return gather_objects(result)
+    return _gathered(result, error)
+
+
+def _gathered(result: Any, error: Exception | None) -> list[Any]:
+    """Gather results and errors at once; one rank's error is raised on all."""
+    outcomes = gather_objects((result, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            raise CoderError(f"rank {rank}: {message}")
+    return [each for each, _ in outcomes]
 
 
 def on_first_rank(work: Callable[[], _T]) -> _T | None:

@@ -65,6 +65,17 @@ def required_options(group: str, name: str) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
 
 
+def default_options(group: str, name: str) -> dict[str, Any]:
+    """The defaults of the options that have one.
+
+    Example:
+        >>> default_options("heads", "momentum")["bank_size"]
+        4096
+    """
+    parameters = _parameters(group, registry.load(group, name)).values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
 def _parameters(group: str, cls: Any) -> dict[str, inspect.Parameter]:
     """Keyword-only parameters; of a loss, which is called without positional arguments, the others too."""
     kinds: set[Any] = {inspect.Parameter.KEYWORD_ONLY}

@@ -156,7 +156,8 @@ def _check_same_data(index: Any, arguments: Command, options: Mapping[str, Any])
     Raises:
         CoderError: the index was made from other data.
     """
-    from coder_plugin.search.embed import absolute_data, content_digest, open_data
+    from coder_plugin.data.units import content_digest
+    from coder_plugin.search.embed import absolute_data, open_data
 
     assert arguments.data is not None
     source, _ = open_data(_data_config(arguments, options), arguments.data, arguments.split)

@@ -6,8 +6,11 @@ A unit is a shard, or a slice of other data. Its file appears when it is complet
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
+import os
 import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,11 +25,15 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from coder_plugin.data.bad_samples import Bad, BadSample, BadSamples, describe
 from coder_plugin.data.item import Item
+from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.shards import ShardStream
+from coder_plugin.data.source import ItemSource
+from coder_plugin.data.tars import local_path
 from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
 from coder_plugin.files import remove_all_leftovers
+from coder_plugin.locations import is_local
 from coder_plugin.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -191,6 +198,22 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(
         _DIGESTS.get(name) or f"{name} was {str(before.get(name))[:200]}, is {str(now[name])[:200]}" for name in different
     )
+
+
+def content_digest(source: Any) -> str | None:
+    """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
+    shards; else None."""
+    inner = getattr(source, "captions", source)  # regions joined to captions: the captions
+    digest = hashlib.sha256()
+    if isinstance(inner, (ItemSource, Pictures)):
+        for _, item in inner.items():
+            digest.update(json.dumps([item.key, *item.captions]).encode())
+    elif all(map(is_local, getattr(inner, "shards", ["pipe:"]))):
+        for shard in inner.shards:
+            digest.update(json.dumps([os.path.basename(shard), os.path.getsize(local_path(shard))]).encode())
+    else:
+        return None
+    return digest.hexdigest()[:32]
 
 
 class Slices:

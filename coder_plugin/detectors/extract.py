@@ -21,7 +21,7 @@ import torch
 from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import add_sizes, write_shard
-from coder_plugin.data.units import Block, Decoder, Finished, Job, Slices
+from coder_plugin.data.units import Block, Decoder, Finished, Job, Slices, content_digest
 from coder_plugin.detectors.base import Detector
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -91,7 +91,7 @@ class RegionsJob(Job):
         return header
 
     def check_folder(self, names: Sequence[str]) -> None:
-        """Refuse a folder with shards of the split that no note is of."""
+        """Refuse a folder with shards of the split that no extraction wrote."""
         pattern = re.compile(rf"{re.escape(self.split)}-\d{{6}}\.tar")
         shards = sorted(path.name for path in self.folder.iterdir() if pattern.fullmatch(path.name))
         started = self.path(0).parent / ".started"  # before the first shard, whose note comes after it
@@ -126,6 +126,7 @@ class _Opened:
         self._bad = partial(BadSamples, job.source.name, job.max_bad_samples)
         plan = {
             **job.settings,
+            "content": content_digest(job.source),
             "shard_size": None if self.slices.by_shards else job.shard_size,
             "batch_size": job.batch_size,
             "device": device.partition(":")[0],  # features differ between kinds in their last bits
@@ -199,8 +200,6 @@ def regions_job(
     Raises:
         CoderError: options that do not fit together.
     """
-    from coder_plugin.search.embed import content_digest
-
     options = {name: value for name, value in (options or {}).items() if value is not None}
     if global_model is None and global_weights is not None:
         raise CoderError("--global-weights without --global-features: add --global-features timm:MODEL")
@@ -212,7 +211,6 @@ def regions_job(
         **{name: value for name, value in options.items() if name != "weights"},
         "global_features": model or None,
         "source": source.name,
-        "content": content_digest(source),
     }
     return RegionsJob(
         source=source,

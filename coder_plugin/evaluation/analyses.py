@@ -7,8 +7,9 @@ image with several views is that of its nearest view, which retrieval scores it 
 
 A score that depends on the pair, such as AsCL's fusion, has no embedding. Where a model has one, the distance of an image and
 its caption is also given as sqrt(2 - 2 S), S the pair's score in place of the cosine. Distances within one modality, and so
-uniformity, are of the embeddings: two images, or two captions, have no fused score. Of a model that scores all pairs they are
-of the means of the tokens that it compares, because its towers' embeddings may be in no loss. Each result names its score.
+uniformity, are those of the embeddings: two images, or two captions, have no fused score. For a model that scores all pairs
+they are those of the means of the tokens that it scores by, because its towers' embeddings may be in no loss. Each result names
+its score.
 
 Everything is computed in float64. Positive pairs are few: their embeddings are subtracted. All other pairs go through
 square tiles of |a|² + |b|² - 2ab with the mean embedding moved to the origin. That keeps the distances of a collapsed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from coder_plugin import registry
 from coder_plugin.errors import CoderError
+from coder_plugin.options import default_options
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.page import Block, format_seconds, heading, note, table
 from coder_plugin.training.run_folder import RunFolder
@@ -72,11 +71,9 @@ def head_blocks(run: RunFolder) -> list[Block]:
 def _options(group: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
     """The options that were set, and the defaults of the others."""
     try:
-        parameters = list(inspect.signature(registry.load(group, name)).parameters.values())
+        defaults = {key: value for key, value in default_options(group, name).items() if key not in options}
     except (CoderError, ValueError):  # a plugin that is not installed here
-        parameters = []
-    keyword = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
-    defaults = {each.name: each.default for each in keyword if each.name not in options}
+        defaults = {}
 
     def listed(values: Mapping[str, Any]) -> str:
         return ", ".join(f"{key}={'none' if value is None else value}" for key, value in values.items()) or "–"

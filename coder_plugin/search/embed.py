@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -24,12 +23,9 @@ from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.data.pictures import Pictures, is_pictures
-from coder_plugin.data.source import ItemSource
-from coder_plugin.data.tars import local_path
-from coder_plugin.data.units import Block, Decoder, Job, Record, Slices
+from coder_plugin.data.units import Block, Decoder, Job, Record, Slices, content_digest
 from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
-from coder_plugin.locations import is_local
 from coder_plugin.pretrained.build import check_data
 from coder_plugin.pretrained.device import local_device
 from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
@@ -372,19 +368,3 @@ def absolute_data(data: str) -> str:
     """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
     unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
     return data if unchanged else os.path.abspath(data)
-
-
-def content_digest(source: Any) -> str | None:
-    """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
-    shards; else None."""
-    inner = getattr(source, "captions", source)  # regions joined to captions: the captions
-    digest = hashlib.sha256()
-    if isinstance(inner, (ItemSource, Pictures)):
-        for _, item in inner.items():
-            digest.update(json.dumps([item.key, *item.captions]).encode())
-    elif all(map(is_local, getattr(inner, "shards", ["pipe:"]))):
-        for shard in inner.shards:
-            digest.update(json.dumps([os.path.basename(shard), os.path.getsize(local_path(shard))]).encode())
-    else:
-        return None
-    return digest.hexdigest()[:32]

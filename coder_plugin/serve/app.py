@@ -458,20 +458,17 @@ class Guard:
                     own.setdefault(name, value)
             await send(message)
 
-        if refusal := self._refusal(scope["method"], headers, most):
-            status, detail = refusal
-            answer = JSONResponse({"detail": detail}, status, {"connection": "close"})
+        try:
+            if refusal := self._refusal(scope["method"], headers, most):
+                raise HTTPException(*refusal, {"connection": "close"})
+            if scope["method"] in ("GET", "HEAD"):
+                count()
+            await self.app(scope, limited, send_with_headers)
+        except HTTPException as refused:  # the application answers those that its reading of the request meets
+            answer = JSONResponse({"detail": refused.detail}, refused.status_code, refused.headers)
             await answer(scope, receive, send_with_headers)
-        else:
-            try:
-                if scope["method"] in ("GET", "HEAD"):
-                    count()
-                await self.app(scope, limited, send_with_headers)
-            except HTTPException as refused:  # of a GET; the application answers those that its reading meets
-                answer = JSONResponse({"detail": refused.detail}, refused.status_code, dict(refused.headers or {}))
-                await answer(scope, receive, send_with_headers)
-            finally:
-                self.running -= counted
+        finally:
+            self.running -= counted
 
     def _refusal(self, method: str, headers: Headers, most: int) -> tuple[int, str] | None:
         host, origin = headers.get("host", ""), headers.get("origin")

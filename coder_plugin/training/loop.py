@@ -417,8 +417,7 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         """Whether the last step was taken, and evaluated and saved: a kill may come between."""
-        evaluated = max(measured.get("step", -1) for measured in (self.last, self.zero_shot))
-        return self.step >= self.total_steps and (self.position is None or evaluated == self.step)
+        return self.step >= self.total_steps and (self.position is None or resume.evaluated_step(self) == self.step)
 
     def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
         accum_freq = self.config.optim.accum_freq

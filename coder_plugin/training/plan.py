@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coder_plugin import distributed, registry
+from coder_plugin import distributed
 from coder_plugin.config import TrainConfig, get_option, options_by_name
+from coder_plugin.expression import format_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.options import default_options
 from coder_plugin.terminal import plural
 from coder_plugin.training import prepare
 from coder_plugin.training.log import machine, versions
@@ -26,11 +27,11 @@ _ALWAYS = ("lr", "wd", "warmup")
 
 
 #: The objectives whose options are those that the papers print; what they do not set is the default.
-_PRINTED = ("coder-printed", "ascl-printed", "selfalign-printed")
+_PRINTED = "coder-printed + ascl-printed + selfalign-printed"
 #: Options that no paper prints.
 _NOT_PRINTED = frozenset(
     "vocabulary recluster steps_per_epoch effective_negatives warmup reduction freeze_steps init recompute pairs_per_tile "
-    "bank_dtype mode weight iterations hard_negatives_per_image heads".split()
+    "bank_dtype mode weight iterations heads".split()
 )
 #: Values that a paper prints for one of its data sets.
 _PRINTED_FOR_ONE = {
@@ -97,25 +98,22 @@ def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
         >>> not_as_printed(Objective.parse("dcl(gamma=0.5)"))["dcl.gamma"]
         {'value': 0.5, 'printed': 0.3}
     """
-    printed: dict[tuple[str, str], dict[str, Any]] = {}
-    for method in map(Objective.parse, _PRINTED):
-        printed |= {("losses", term.name): dict(term.options) for term in method.terms}
-        printed |= {("heads", name): {} for name in required_heads(method) if name != "ids"}
-        printed |= {("heads", name): dict(options) for name, options in method.heads}
-    given = {("losses", term.name): dict(term.options) for term in objective.terms}
-    given |= {("heads", name): dict(options) for name, options in objective.heads}
+    printed, given = _options(Objective.parse(_PRINTED)), _options(objective)
     found = {}
-    for (group, name), options in printed.items():
-        if (group, name) not in given and not (group == "heads" and name in required_heads(objective)):
-            continue
-        for option in inspect.signature(registry.load(group, name)).parameters.values():
-            if option.kind is not option.KEYWORD_ONLY or option.default is option.empty or option.name in _NOT_PRINTED:
-                continue
-            key, wanted = f"{name}.{option.name}", options.get(option.name, option.default)
-            value = given.get((group, name), {}).get(option.name, option.default)
-            if value not in _PRINTED_FOR_ONE.get(key, (wanted,)):
+    for owner in (owner for owner in printed if owner in given):
+        for option, default in default_options(*owner).items():
+            key, wanted = f"{owner[1]}.{option}", printed[owner].get(option, default)
+            value = given[owner].get(option, default)
+            if option not in _NOT_PRINTED and value not in _PRINTED_FOR_ONE.get(key, (wanted,)):
                 found[key] = {"value": value, "printed": wanted}
     return found
+
+
+def _options(objective: Objective) -> dict[tuple[str, str], dict[str, Any]]:
+    """The options that are set, by group and name of each term and head that it has."""
+    heads = dict(objective.heads)
+    terms = {("losses", term.name): dict(term.options) for term in objective.terms}
+    return terms | {("heads", name): dict(heads.get(name, ())) for name in required_heads(objective)}
 
 
 def options_with_origins(config: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -143,9 +141,9 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "run": plan["run"],
         "objective": plan["objective"],
         "heads": ", ".join(f"{name} ({size:,} parameters)" for name, size in plan["heads"].items()) or "none",
-        "derived": ", ".join(f"{name}={value}" for name, value in plan["derived options"].items()),
+        "derived": ", ".join(f"{name}={format_value(value)}" for name, value in plan["derived options"].items()),
         "not as printed": ", ".join(
-            f"{name}={_word(each['value'])} (printed: {_word(each['printed'])})"
+            f"{name}={format_value(each['value'])} (printed: {format_value(each['printed'])})"
             for name, each in plan["not as printed"].items()
         ),
         "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",
@@ -172,10 +170,6 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
     lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
     return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
-
-
-def _word(value: Any) -> str:
-    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _name_data(data: Mapping[str, Any]) -> str:

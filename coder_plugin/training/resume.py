@@ -125,8 +125,12 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     exports.restore_best(trainer, state.path.parent)
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
-    evaluated = max(measured.get("step", -1) for measured in (trainer.last, trainer.zero_shot))
-    cut_back(metrics, step=trainer.step, evaluated=evaluated, epochs=trainer.epoch)
+    cut_back(metrics, step=trainer.step, evaluated=evaluated_step(trainer), epochs=trainer.epoch)
+
+
+def evaluated_step(trainer: Trainer) -> int:
+    """The step of the newest evaluation; -1 without one."""
+    return max(measured.get("step", -1) for measured in (trainer.last, trainer.zero_shot))
 
 
 def advice(folder: Path) -> str:

@@ -21,7 +21,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.data.source import ItemSource
 from coder_plugin.detectors.base import Detector, Prepared, pixels
-from coder_plugin.detectors.extract import RegionsJob, regions_job
+from coder_plugin.detectors.extract import RegionsJob
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 
@@ -226,11 +226,13 @@ def test_killed_between_the_first_shard_and_its_note(pictures, tmp_path):
 
 
 def test_the_plan_has_the_datas_digest(pictures, tmp_path):
-    plans = [regions_job(Pictures(str(pictures)), str(tmp_path / "out"), detector="torchvision").settings]
+    plans = [job(pictures, tmp_path / "out").header()["plan"]]
+    job(pictures, tmp_path / "out").run()
     make_pictures(tmp_path / "more", 1)
     (tmp_path / "more" / "000.png").rename(pictures / "0005.png")
-    plans.append(regions_job(Pictures(str(pictures)), str(tmp_path / "out"), detector="torchvision").settings)
+    plans.append(job(pictures, tmp_path / "out").header()["plan"])
     assert plans[0]["content"] and plans[0]["content"] != plans[1]["content"]
+    assert "the data's content has changed" in fault(job(pictures, tmp_path / "out"))
 
 
 def test_files_of_others_are_neither_taken_for_the_result_nor_overwritten(pictures, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         "objective": str(trainer.objective),
         "options": trainer.objective.to_dict(),
         "derived options": trainer.derived,
-        "not as printed": not_as_printed(trainer.objective),
+        "not as printed": not_as_printed(trainer.objective, model.coder.heads),
         "terms": trainer.objective.labels(),
         "heads": {name: sum(p.numel() for p in head.parameters()) for name, head in model.coder.heads.items()},
         "notes": {name: notes for name, head in model.coder.heads.items() if (notes := head.notes())},
@@ -89,16 +89,20 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
+def not_as_printed(objective: Objective, heads: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Options of the papers' terms and heads whose value is not the one that their paper prints, as ``{"value", "printed"}``.
 
     Options that no paper prints are left out. Of those that the formulas imply the default is the printed value.
 
+    Args:
+        heads: the names of the model's heads; those that ``objective`` sets no options of have their defaults.
+
     Example:
-        >>> not_as_printed(Objective.parse("dcl(gamma=0.5)"))["dcl.gamma"]
+        >>> not_as_printed(Objective.parse("dcl(gamma=0.5)"), ())["dcl.gamma"]
         {'value': 0.5, 'printed': 0.3}
     """
-    printed, given = _options(Objective.parse(_PRINTED)), _options(objective)
+    as_printed = Objective.parse(_PRINTED)
+    printed, given = _options(as_printed, required_heads(as_printed)), _options(objective, heads)
     found = {}
     for owner in (owner for owner in printed if owner in given):
         for option, default in default_options(*owner).items():
@@ -109,11 +113,11 @@ def not_as_printed(objective: Objective) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _options(objective: Objective) -> dict[tuple[str, str], dict[str, Any]]:
-    """The options that are set, by group and name of each term and head that it has."""
-    heads = dict(objective.heads)
+def _options(objective: Objective, heads: Iterable[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The options that are set, by group and name of each term and head."""
+    of_heads = dict(objective.heads)
     terms = {("losses", term.name): dict(term.options) for term in objective.terms}
-    return terms | {("heads", name): dict(heads.get(name, ())) for name in required_heads(objective)}
+    return terms | {("heads", name): dict(of_heads.get(name, ())) for name in heads}
 
 
 def options_with_origins(config: TrainConfig) -> dict[str, dict[str, Any]]:

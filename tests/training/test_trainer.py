@@ -13,6 +13,7 @@ from coder_plugin.cli import main
 from coder_plugin.config import flatten
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
+from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
@@ -360,7 +361,7 @@ def test_a_run_of_max_steps_ends_without_an_evaluation_and_so_does_its_repetitio
 def test_what_a_paper_prints_for_either_data_set_is_printed():
     settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
     objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
-    assert not_as_printed(objective) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
+    assert not_as_printed(objective, required_heads(objective)) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
 
 
 def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):

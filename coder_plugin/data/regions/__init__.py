@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def open_regions(path: str, kind: str = "auto", *, split: str = "train") -> Regi
     layout: Any = load("regions", kind)
     if layout.open is None:
         first = path.partition("::")[0].rstrip("/")
-        target = f"{first.rpartition('.')[0] or first}-shards"
+        target = f"{os.path.splitext(first)[0]}-shards"
         raise CoderError(
             f"{path}: files of the layout {kind} are not trained on: convert them once (coder-plugin regions convert "
             f"'{path}' {target} --from {kind}), then give --regions {target}"

@@ -438,9 +438,12 @@ def test_what_a_format_wrote_is_guessed(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_layout_that_is_not_trained_on_names_the_command_that_converts_it(tmp_path, kind):
-    path = written(tmp_path, kind)
+    folder = tmp_path / "of.1"
+    folder.mkdir()
+    path = written(folder, kind)  # a dot of a folder above it ends no file's name
     message = fault(open_regions, path, kind)
-    target = f"{path.rpartition('.')[0] or path}-shards"
+    target = f"{os.path.splitext(path)[0]}-shards"
+    assert os.path.dirname(target) == str(folder)
     assert f"coder-plugin regions convert '{path}' {target} --from {kind})" in message
     assert quietly(path, target, from_kind=kind).images == 3
     assert list(open_regions(target)) == sorted(NAMES) if kind in ("lmdb", "folder") else NAMES

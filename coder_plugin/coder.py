@@ -284,7 +284,9 @@ class Coder(nn.Module):
         """
         self._watch.advanced()
         optimizers = optimizer if isinstance(optimizer, list) else [] if optimizer is None else [optimizer]
-        for head in heads_with(self.heads, KeepsState).values():
+        stateful = heads_with(self.heads, KeepsState)
+        self._watch.written(stateful)
+        for head in stateful.values():
             head.post_step()
             for parameter, rows in head.take_replaced_rows():
                 for each in optimizers:

@@ -32,12 +32,11 @@ class Following:
         self.steps = 0
         self._coder, self._optimizers, self._after_step = coder, optimizers, after_step
         self._stepped: set[int] = set()
-        self._stepping: set[int] = set()  # outer optimizers that are about to step those that they extend
+        self._stepping: set[int] = set()  # optimizers whose step() runs now
         self._hooks: list[Any] = []
         for number, (outer, *inner) in enumerate(optimizers):
             self._hooks.append(outer.register_step_post_hook(partial(self._on_step, number)))
-            if inner:
-                self._hooks.append(outer.register_step_pre_hook(partial(self._on_outer_step, number)))
+            self._hooks.append(outer.register_step_pre_hook(partial(self._before_step, number)))
             self._hooks += [each.register_step_post_hook(partial(self._on_inner_step, number)) for each in inner]
         if len(optimizers) > 1:
             self._hooks.append(coder.register_forward_pre_hook(self._on_forward))
@@ -54,6 +53,11 @@ class Following:
         """Whether the optimizer is among those whose steps advance the state."""
         return any(optimizer is each for chain in self._optimizers for each in chain)
 
+    @property
+    def stepping(self) -> bool:
+        """Whether a step runs now, which may call the model itself (a closure)."""
+        return bool(self._stepping)
+
     @torch.compiler.disable
     def _on_step(self, number: int, optimizer: Any, *_: Any) -> None:
         self._stepping.discard(number)
@@ -64,7 +68,7 @@ class Following:
         if len(self._stepped) == len(self._optimizers):
             self._advance()
 
-    def _on_outer_step(self, number: int, *_: Any) -> None:
+    def _before_step(self, number: int, *_: Any) -> None:
         self._stepping.add(number)
 
     def _on_inner_step(self, number: int, optimizer: Any, *_: Any) -> None:

@@ -258,6 +258,38 @@ def test_nothing_is_reported_where_nothing_is_forgotten(
     assert not warnings_of(caplog)
 
 
+def test_a_copy_that_is_trained_with_the_loss_of_its_original_is_reported(
+    model: Any, loss: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rebuilt = copy.deepcopy(model)
+    for each, criterion in ((model, loss), (rebuilt, loss)):
+        optimizer = sgd(trained(each))
+        follow(each, optimizer)
+        for seed in range(4):
+            assert not caplog.records
+            backward(each, criterion, seed)
+            optimizer.step()
+            if each is rebuilt and seed == 2:
+                (record,) = caplog.records
+                assert "in 3 steps the loss has handed no values to head 'momentum'" in record.getMessage()
+                caplog.clear()
+
+
+def test_lbfgs_calls_the_model_many_times_in_one_step(model: Any, loss: Any, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.LBFGS(trained(model), lr=1e-3, max_iter=4)
+    following = follow(model, optimizer)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        value = sum(loss(**model(**batch())).values())
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert following.steps == 2 and not following.stepping and not caplog.records
+
+
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimisation, as its implementations write it (Foret et al., 2021)."""
 

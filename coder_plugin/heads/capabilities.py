@@ -13,6 +13,7 @@ Shapes: B batch, D joint dimension, F channels of a block, T text positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -133,12 +134,15 @@ class KeepsState(Head):
     def __init__(self) -> None:
         super().__init__()
         self._stashed: dict[str, Any] = {}
+        needed = [each for each in inspect.signature(self.write).parameters.values() if each.default is each.empty]
+        #: Whether :meth:`write` needs values, and none were ever stashed.
+        self.unfed: bool = any(each.kind is not each.VAR_KEYWORD for each in needed)
         #: Parameters [K, F] of which :meth:`write` has started rows anew, and which rows, bool [K].
         self.replaced_rows: list[tuple[Tensor, Tensor]] = []
 
     def stash(self, **values: Any) -> None:
         """Add to what the next :meth:`post_step` writes. A later value of the same name replaces the earlier one."""
-        self._stashed = {**self._stashed, **values}
+        self._stashed, self.unfed = {**self._stashed, **values}, False
 
     def stashed(self) -> dict[str, Tensor]:
         """The floating-point tensors of the stash, by name. A trainer checks that they are finite before the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,15 @@ class StateWatch:
 
     def __init__(self) -> None:
         self._version: tuple[int, int] | None = None
-        self._forwards = 0
+        self._forwards = self._writes = 0
         self._warned = False
 
     def at_forward(self, model: Any) -> None:
         """A forward pass in training mode begins."""
+        followed_by = model.coder.followed_by
         if self._warned or hasattr(model, "unshard"):  # FSDP2 writes the parameters in every forward pass
+            return
+        if followed_by is not None and followed_by.stepping:  # L-BFGS changes parameters between the calls of its closure
             return
         parameter = next((each for each in model.parameters() if each.requires_grad), None)
         if not isinstance(parameter, nn.Parameter):  # none is trained, or functional_call has replaced them
@@ -35,7 +39,7 @@ class StateWatch:
             self._version, self._forwards = version, self._forwards + 1
         if self._forwards >= _FORWARDS:
             self._warned = True
-            if model.coder.followed_by is not None:
+            if followed_by is not None:
                 logging.warning(
                     "the model's banks, momentum towers or centres have not moved for %d training steps: another optimizer "
                     "than the one that coder_plugin.follow was given steps the model: give it the one whose step() is called",
@@ -53,3 +57,13 @@ class StateWatch:
     def advanced(self) -> None:
         """The state was written, or deliberately not."""
         self._version, self._forwards = None, 0
+
+    def written(self, heads: Mapping[str, Any]) -> None:
+        """The stashes of ``heads``, by name, were written after a step: warn once if one never gets anything."""
+        self._writes += 1
+        if self._writes == _FORWARDS and (unfed := [name for name, head in heads.items() if head.unfed]):
+            logging.warning(
+                "in %d steps the loss has handed no values to head %s, so its state does not change: train with the loss that "
+                "the model was made for, from create_loss(..., model=model); a copy of the model needs a loss of its own",
+                self._writes, " or ".join(map(repr, unfed)),
+            )  # fmt: skip

@@ -147,7 +147,7 @@ class ModelConfig:
     cache_dir: str | None = option(None, "folder for open_clip's downloads", listed=True, uses=("opening",))
     grad_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory")
     channels_last: bool = option(False, "keep images channels-last, which is faster for convolutional towers")
-    torchcompile: bool = option(False, "compile the model with torch.compile", listed=True)
+    torchcompile: bool = option(False, "compile the model and the loss with torch.compile", listed=True)
     aggregator: str = option(
         "tower", "the features of an image or a text: the towers' own, GPO over their tokens, or GPO with the decoder that "
         "CODER prints", choices=("tower", "gpo", "gpo-mlp")
@@ -298,6 +298,7 @@ class EvalConfig:
     """When and how a model is evaluated."""
 
     val_frequency: int = option(1, "evaluate every n epochs, and at the end; 0: never", at_least=0)
+    val_before: bool = option(False, "evaluate before the first step too where the weights are random; trained ones always are")
     rerank: str | None = option(
         None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]", metavar="K"
     )

@@ -69,10 +69,32 @@ def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     machine, case = map(json.loads, (tmp_path / "feed").read_text().splitlines())
     assert machine["bench"] == "data_feed" and {"torchvision", "pillow", "webdataset"} <= machine["machine"].keys()
-    assert case["samples"] == 8 and case["peer"] == "decode" and list(case["ratio"]) == list(case["rate_ratio"]) == feeds
+    assert case["samples"] == 8 and list(case["rate_ratio"]) == list(case["ratio_to_second"]) == feeds
+    assert (case["peer"], case["second"]) == ("decode", "decode, float") and list(case["ratio"]) == [*feeds, case["second"]]
+    assert "of decode\n" in done.stdout and "of decode, float\n" in done.stdout
     for name in feeds:
         assert case["samples_per_second"][name] == pytest.approx(8 / case["seconds"][name])
         assert min(case["seconds"][name], case["ratio"][name], case["rate_ratio"][name]) > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "peers"),
+    [
+        ("loss_step", "--sizes 8x4 --modes eager --repeats 2 --block 0", ["ClipLoss", "one-product InfoNCE"]),
+        ("bank_step", "--anchors 4 --entries 16 --dim 4 --repeats 2", ["InfoNCE"]),
+        ("coder_step", "--bank 64 --clusters 8 --batch-size 4 --repeats 2 --no-memory", ["clip"]),
+    ],
+)
+def test_losses_and_steps_are_compared_with_their_peers(script, options, peers, tmp_path) -> None:
+    command = [str(SCRIPTS / f"{script}.py"), *options.split(), "--threads", "1", "--json", str(tmp_path / "results")]
+    done = fresh.run(command, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    (case,) = [line for line in lines if "ratio" in line]
+    assert [case.get("peer"), case.get("second")][: len(peers)] == peers and set(case["repeats"].values()) == {2}
+    for peer in peers:
+        assert f" x {peer}" in done.stdout
+    assert "(2 repetitions)" in done.stdout and "processor" in lines[0]["machine"] and "processor" in done.stdout
 
 
 def test_decoders_are_compared_with_the_readers_own(tmp_path) -> None:
@@ -117,5 +139,6 @@ def test_the_plain_peer_computes_what_clip_loss_does(common) -> None:
     assert name == "ClipLoss"
     scale = torch.tensor(9.0, dtype=torch.float64)
     assert torch.allclose(common.plain_infonce(images, texts, scale), loss(images, texts, scale), rtol=1e-12)
+    assert torch.allclose(common.one_product_infonce(images, texts, scale), loss(images, texts, scale), rtol=1e-12)
     expected = -torch.stack([(scale * images @ texts.T).log_softmax(dim).diag().mean() for dim in (0, 1)]).mean()
     assert torch.allclose(common.plain_infonce(images, texts, scale), expected, rtol=1e-12)

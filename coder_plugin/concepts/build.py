@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from coder_plugin.concepts.tagging import Tagger, scenes_tagger
 from coder_plugin.concepts.vectors import VectorSource
-from coder_plugin.concepts.vocabulary import TYPES, Vocabulary
+from coder_plugin.concepts.vocabulary import TYPES, Vocabulary, load_vocabulary
 from coder_plugin.concepts.words import DEFAULT_STOP_WORDS, Tally, count_words
 from coder_plugin.errors import CoderError
 
@@ -79,10 +80,15 @@ def build_vocabulary(
     return vocabulary
 
 
-@lru_cache(maxsize=4)
-def scenes_vocabulary(seed: int = 0) -> Vocabulary:
+@lru_cache(maxsize=1)
+def scenes_vocabulary() -> Vocabulary:
     """All concepts of the built-in training scenes, far fewer than 400 and none of them motions; vectors are drawn from
-    N(0, 1) in 300 dimensions."""
+    N(0, 1) in 300 dimensions. It is a file of the package, which :func:`build_scenes_vocabulary` has made."""
+    return load_vocabulary(Path(__file__).with_name("scenes.safetensors"))
+
+
+def build_scenes_vocabulary() -> Vocabulary:
+    """:func:`scenes_vocabulary` from the scenes' captions."""
     from coder_plugin.data.scenes import open_scenes
 
     tagger = scenes_tagger()
@@ -91,7 +97,7 @@ def scenes_vocabulary(seed: int = 0) -> Vocabulary:
     tally = count_words(captions, tagger, lemmas=True, stop_words=stop_words)
     sizes = [len(tally.candidates(kind)) for kind in TYPES]
     more = {"lemmas": True, "stop_words": sorted(stop_words), "tagger": tagger.name}
-    return _assemble(tally, size=sum(sizes), ratio=sizes, vectors=None, dim=300, seed=seed, source="scenes", more=more)
+    return _assemble(tally, size=sum(sizes), ratio=sizes, vectors=None, dim=300, seed=0, source="scenes", more=more)
 
 
 def largest_remainder(size: int, ratio: Sequence[float]) -> tuple[int, ...]:

@@ -137,7 +137,9 @@ def directions_of(anchors: Tensor, blocks: Sequence[Block], *, mirrored: bool) -
     return directions
 
 
-def keep_signature(function: Any) -> Any:
-    """Let an autograd function keep the signature of its ``forward``, which torch otherwise derives anew in every call."""
-    function.forward.__signature__ = inspect.signature(function.forward)
+def any_arguments(function: Any) -> Any:
+    """Let torch call an autograd function with its arguments as they are: by default it binds them to ``forward``'s signature
+    in every call, which takes as long as a small operation."""
+    arguments = inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)
+    function.forward.__signature__ = inspect.Signature([arguments])
     return function

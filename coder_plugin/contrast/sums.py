@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from coder_plugin import distributed
 from coder_plugin.contrast.autograd import (
     FIELDS,
     Visitor,
+    any_arguments,
     dense_gradients,
     directions_of,
     exclude,
-    keep_signature,
     result_dtype,
     save,
     saved,
@@ -31,8 +31,11 @@ from coder_plugin.contrast.negatives import Block, Dense
 from coder_plugin.contrast.products import add_product, finite, fp16_scale, full_precision, matmul, matmul_inputs, tiles
 from coder_plugin.tensors import is_on_cpu
 
+#: Of a mirrored batch with at most this many similarities they are kept for the backward pass: 256 MB of float32.
+MAX_KEPT = 1 << 26
 
-@keep_signature
+
+@any_arguments
 class LogSumExp(torch.autograd.Function):
     """``log sum_neg exp(scale * (S - offset))`` of anchors [a] over the negatives of one or several blocks.
 
@@ -41,7 +44,8 @@ class LogSumExp(torch.autograd.Function):
     the forward pass (``average``), and no tile is made twice.
 
     Mirrored, the rows of the only block are anchors too, with the anchors as their candidates: one product serves both, and
-    the result is [2, a]. Without a ring the similarity of each pair [a] is returned too, whose gradient is added in place.
+    the result is [2, a]. Without a ring the similarity of each pair [a] is returned too, whose gradient is added in place, and
+    up to ``MAX_KEPT`` similarities are kept, so that the backward pass makes no tile again.
     """
 
     @staticmethod
@@ -54,12 +58,13 @@ class LogSumExp(torch.autograd.Function):
         ring: bool,
         average: bool,
         *fields: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         blocks, a = unflatten(fields), len(anchors)
         dtype = result_dtype(anchors, blocks)
         each_scale = scale.expand(2, a) if mirrored else scale.expand(1, a)
         top, total = anchors.new_full((a,), -torch.inf, dtype=dtype), anchors.new_zeros(a, dtype=dtype)
         averages = torch.zeros_like(anchors, dtype=dtype) if average else None
+        kept = anchors.new_empty(a, a, dtype=dtype) if mirrored and not ring and a**2 <= MAX_KEPT else None
 
         def run(visitor: Visitor, anchor_ids: Tensor | None) -> list[Tensor]:
             rows, column = visitor["rows"], None
@@ -68,6 +73,8 @@ class LogSumExp(torch.autograd.Function):
             for part, tile in tiles(anchors, rows, whole_rows=mirrored):
                 live, candidates = matmul_inputs(anchors[part], rows[tile], dtype=dtype)
                 logits = exclude(matmul(live, candidates.T), visitor, anchor_ids, part, tile, ceiling)
+                if kept is not None:
+                    kept[part, tile] = logits
                 exponentials, fade = _absorb((top, total), part, each_scale[0], logits, 1, overwrite=not mirrored)
                 if averages is not None:
                     averages[part] *= fade[:, None]
@@ -88,22 +95,21 @@ class LogSumExp(torch.autograd.Function):
             positive = None
             if mirrored and not ring:
                 positive = torch.linalg.vecdot(*(each.to(dtype) for each in (anchors, blocks[0].rows)))
-        return torch.stack([sums, *columns]) if mirrored else sums, positive, averages
+        return torch.stack([sums, *columns]) if mirrored else sums, positive, averages, kept
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         anchors, scale, ceiling, ctx.offset, ctx.mirrored, ctx.ring, _, *fields = inputs
-        sums, _, averages = output
+        sums, _, averages, kept = output
         ctx.set_materialize_grads(False)
-        if averages is not None:
-            ctx.mark_non_differentiable(averages)
-        save(ctx, unflatten(fields), anchors, scale, ceiling, sums, averages)
+        ctx.mark_non_differentiable(*(each for each in (averages, kept) if each is not None))
+        save(ctx, unflatten(fields), anchors, scale, ceiling, sums, averages, kept)
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor | None, positive_gradient: Tensor | None, _: Any
+        ctx: Any, gradient: Tensor | None, positive_gradient: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        (anchors, scale, ceiling, sums, averages), blocks = saved(ctx, 5)
+        (anchors, scale, ceiling, sums, averages, kept), blocks = saved(ctx, 6)
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if gradient is None and positive_gradient is None:
             return tuple(results)
@@ -120,7 +126,7 @@ class LogSumExp(torch.autograd.Function):
             )
         else:
             gradients = _gradients(
-                ctx, anchors, scale, ceiling, sums, averages, blocks, needed, gradient, positive_gradient
+                ctx, anchors, scale, ceiling, sums, averages, kept, blocks, needed, gradient, positive_gradient
             )
         for place, each in zip(places, gradients, strict=True):
             results[place] = each
@@ -146,6 +152,7 @@ def _gradients(
     ceiling: Tensor | None,
     sums: Tensor,
     averages: Tensor | None,
+    kept: Tensor | None,
     blocks: Sequence[Block],
     needed: Sequence[bool],
     gradient: Tensor,
@@ -171,7 +178,7 @@ def _gradients(
             for k, block in enumerate(blocks):
                 more = {"numbers": numbers[:, 1]} if ctx.mirrored else None
                 wanted = needed[2 + k]
-                run = _slopes_of(anchors, block, numbers[:, 0], of_anchors, ceiling, dtype=dtype, wanted=wanted)
+                run = _slopes_of(anchors, block, numbers[:, 0], of_anchors, ceiling, kept, dtype=dtype, wanted=wanted)
                 if returned := visit(block, run, ring=ctx.ring, more=more):
                     of_rows[k] = returned[0]
             if unit is not None:
@@ -197,6 +204,7 @@ def _slopes_of(
     numbers: Tensor,
     of_anchors: Tensor,
     ceiling: Tensor | None,
+    kept: Tensor | None,
     *,
     dtype: torch.dtype,
     wanted: bool,
@@ -209,15 +217,17 @@ def _slopes_of(
         of_rows = torch.zeros_like(rows, dtype=dtype) if wanted else None
         for part, tile in tiles(anchors, rows, whole_rows=columns is not None):
             live, candidates = matmul_inputs(anchors[part], rows[tile], dtype=dtype)
-            slopes = exclude(matmul(live, candidates.T), visitor, block.anchor_ids, part, tile, ceiling)
+            if kept is None:
+                slopes = exclude(matmul(live, candidates.T), visitor, block.anchor_ids, part, tile, ceiling)
+            else:
+                slopes = kept[part, tile]
             scale, shift, slope = numbers[:, part, None]
             if columns is None:
                 slopes.mul_(scale).sub_(shift).exp_().mul_(slope)
             else:
                 logits, slopes = slopes, (slopes * scale).sub_(shift).exp_().mul_(slope)
                 scale, shift, slope = columns[:, tile]
-                logits.mul_(scale).sub_(shift).exp_()
-                slopes.addcmul_(logits, slope.expand_as(logits))
+                slopes.addcmul_((logits * scale).sub_(shift).exp_(), slope.expand_as(logits))
             add_product(of_anchors[part], slopes, candidates)
             if of_rows is not None:
                 add_product(of_rows[tile], slopes.T, live)
@@ -251,7 +261,52 @@ def _logarithm(top: Tensor, total: Tensor, scale: Tensor, offset: float) -> Tens
     return total.log().addcmul_(scale, finite(top) - offset)
 
 
-@keep_signature
+class Tile(NamedTuple):
+    """All similarities of a mirrored batch, about their mean.
+
+    Args:
+        similarity: [n, n], less ``mean``; 0 where a pair is not a negative.
+        mean: 0-d. positive: the similarity of each pair [n].
+        same: which pairs are not negatives, bool [n, n]. None: the diagonal alone.
+        number: of the negatives of each pair, at least 1: int64 [n], or one for all.
+    """
+
+    similarity: Tensor
+    mean: Tensor
+    positive: Tensor
+    same: Tensor | None
+    number: Tensor | int
+
+    @classmethod
+    def of(cls, similarity: Tensor, ids: Tensor) -> Tile:
+        """The tile of similarities, which are overwritten, of pairs of these images [n]."""
+        positive, mean = similarity.diagonal().clone(), similarity.mean()
+        similarity -= mean
+        if _are_distinct(ids):
+            tile = cls(similarity, mean, positive, None, max(1, len(ids) - 1))
+        else:
+            same = ids[:, None] == ids
+            tile = cls(similarity, mean, positive, same, (len(ids) - same.sum(1)).clamp(min=1))
+        tile.fill(0)
+        return tile
+
+    def fill(self, value: float) -> None:
+        """Write a value in place of the pairs that are not negatives."""
+        if self.same is None:
+            self.similarity.fill_diagonal_(value)
+        else:
+            self.similarity.masked_fill_(self.same, value)
+
+
+def _are_distinct(ids: Tensor) -> bool:
+    """Whether it is known that no image repeats: only on a CPU, elsewhere reading it would synchronise."""
+    if type(ids) is not Tensor or not is_on_cpu(ids):
+        return False
+    ordered = ids.sort().values
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
+@any_arguments
 class OneTile(torch.autograd.Function):
     """The mirrored log-sum-exp and the positives of a batch whose similarities are one tile.
 
@@ -260,30 +315,27 @@ class OneTile(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        images: Tensor, texts: Tensor, scale: Tensor, offset: float, tile: tuple[Tensor, Tensor], ids: Tensor
-    ) -> tuple[Tensor, ...]:
-        """``tile``: similarities [n, n], which are overwritten, and where a pair is not a negative, bool [n, n]."""
-        similarity, same = tile
-        positive = similarity.diagonal().clone()
+    def forward(images: Tensor, texts: Tensor, scale: Tensor, offset: float, tile: Tile, ids: Tensor) -> tuple[Tensor, ...]:
+        """The ``tile`` is overwritten."""
+        logits, mean = tile.similarity, tile.mean
         each_scale = scale.expand(2, len(images))
-        about = _common_maximum(similarity, each_scale)
-        logits = similarity.masked_fill_(same, -torch.inf)
-        if about is not None:
-            logits -= about
+        stable = _has_small_exponents(logits, each_scale)
+        tile.fill(-torch.inf)
+        if stable:
             rows, columns = (logits * each_scale[0, :, None]).exp_(), logits.mul_(each_scale[1]).exp_()
-            shift = each_scale * (about - offset)
+            shift = each_scale * (mean - offset)
         else:
             largest = finite(torch.stack([logits.amax(1), logits.amax(0)]))
             rows = (logits - largest[0, :, None]).mul_(each_scale[0, :, None]).exp_()
             columns = logits.sub_(largest[1]).mul_(each_scale[1]).exp_()
-            shift = largest.sub_(offset).mul_(each_scale)
+            shift = largest.add_(mean - offset).mul_(each_scale)
         totals = torch.stack([rows.sum(1), columns.sum(0)])
-        return totals.log().add_(shift), positive, rows, columns, totals
+        return totals.log().add_(shift), tile.positive, rows, columns, totals
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        images, texts, scale, ctx.offset, _, ids = inputs
+        images, texts, scale, ctx.offset, tile, ids = inputs
+        ctx.has_negatives = tile.same is None and len(ids) > 1
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(images, texts, scale, ids, *output[2:])
@@ -301,7 +353,8 @@ class OneTile(torch.autograd.Function):
         if positive_gradient is None:
             positive_gradient = torch.zeros_like(totals[0])
         needed = ctx.needs_input_grad[:3]
-        gradient = gradient.masked_fill(totals == 0, 0)  # of an empty sum it may be NaN
+        if not ctx.has_negatives:
+            gradient = gradient.masked_fill(totals == 0, 0)  # of an empty sum it may be NaN
         if wants_graph():
 
             def statistic(images: Tensor, texts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,7 +364,7 @@ class OneTile(torch.autograd.Function):
             both = gradient, positive_gradient
             return *dense_gradients(statistic, [images, texts, scale], needed, both), *rest
         slope = gradient * scale
-        factors = slope / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+        factors = slope / (totals if ctx.has_negatives else totals.clamp(min=torch.finfo(totals.dtype).tiny))
         with full_precision(images):
             v, w = matmul_inputs(images, texts, dtype=slope.dtype)
             unit = fp16_scale(slope, w)
@@ -336,10 +389,8 @@ class OneTile(torch.autograd.Function):
         return of_images, of_texts, of_scale, *rest
 
 
-def _common_maximum(similarity: Tensor, scale: Tensor) -> float | None:
-    """The largest similarity, if no exponential about it can vanish; else None. Only on a CPU: elsewhere reading it would
-    synchronise."""
+def _has_small_exponents(similarity: Tensor, scale: Tensor) -> bool:
+    """Whether it is known that no exponential can vanish or overflow. Only on a CPU: elsewhere reading it would synchronise."""
     if type(similarity) is not Tensor or not is_on_cpu(similarity):
-        return None
-    least, largest = (float(bound) for bound in similarity.aminmax())
-    return largest if (largest - least) * float(scale.amax()) < 60 else None
+        return False
+    return max(abs(float(bound)) for bound in similarity.aminmax()) * float(scale.amax()) < 40

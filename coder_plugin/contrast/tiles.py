@@ -25,9 +25,9 @@ from coder_plugin.contrast.autograd import (
     visit,
     wants_graph,
 )
-from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives, excluded
+from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives
 from coder_plugin.contrast.products import add_product, fp16_scale, full_precision, matmul, matmul_inputs, tiles
-from coder_plugin.contrast.sums import LogSumExp, OneTile
+from coder_plugin.contrast.sums import LogSumExp, OneTile, Tile
 from coder_plugin.contrast.variance import candidate_variance, counts, pair_variance, tile_variance
 from coder_plugin.tensors import add_rows, cosine_of_rows, upcast
 
@@ -53,7 +53,7 @@ class Tiles(Negatives):
 
     def __init__(self, directions: Sequence[Direction], *, mirrored: bool = False) -> None:
         super().__init__(directions, mirrored=mirrored)
-        self._tile: tuple[Tensor, Tensor] | None = None
+        self._tile: Tile | None = None
         self._positive: Tensor | None = None
         self._count: list[Tensor] | None = None
         self._variance: Tensor | None = None
@@ -84,9 +84,8 @@ class Tiles(Negatives):
         if self._variance is None:
             anchors, blocks, _ = self.directions[0]
             if self._one_tile():
-                similarity, same = self._make_tile()
-                self._count = [len(same) - same.sum(1)]
-                self._variance = tile_variance(similarity, same, self._count[0])
+                tile = self._make_tile()
+                self._variance = tile_variance(tile.similarity, tile.number)
             elif self.mirrored:
                 self._variance = pair_variance(anchors, blocks[0], self._counts()[0], ring=self.ring)
             else:
@@ -111,7 +110,7 @@ class Tiles(Negatives):
                 None if ceiling is None else ceiling[k],
                 offset, mirrored, self.ring, average and not mirrored,
             )  # fmt: skip
-            value, positive, _ = apply(LogSumExp, anchors, *passed, *flatten(blocks))
+            value, positive, *_ = apply(LogSumExp, anchors, *passed, *flatten(blocks))
             sums.append(value)
             if positive is not None:
                 self._positive = positive
@@ -148,16 +147,14 @@ class Tiles(Negatives):
     def _one_tile(self) -> bool:
         return self.mirrored and not self.ring and len(self.directions[0].anchors) ** 2 <= ONE_TILE
 
-    def _make_tile(self) -> tuple[Tensor, Tensor]:
-        """All similarities [n, n] without a gradient, and which pairs are not negatives, bool [n, n]."""
+    def _make_tile(self) -> Tile:
+        """All similarities without a gradient."""
         if self._tile is None:
             anchors, (block,), _ = self.directions[0]
             with full_precision(anchors):
-                dtype = result_dtype(anchors, [block])
-                v, w = matmul_inputs(anchors.detach(), block.rows.detach(), dtype=dtype)
-                same = excluded(block.ids, block.anchor_ids, None)
-                assert same is not None  # a mirrored batch has ids
-                self._tile = matmul(v, w.T), same
+                v, w = matmul_inputs(anchors.detach(), block.rows.detach(), dtype=result_dtype(anchors, [block]))
+                assert block.ids is not None  # a mirrored batch has ids
+                self._tile = Tile.of(matmul(v, w.T), block.ids)
         return self._tile
 
 

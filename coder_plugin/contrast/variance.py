@@ -117,13 +117,12 @@ def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = 
         return (second / number - (first / number).square()).clamp_(min=0)
 
 
-def tile_variance(similarity: Tensor, same: Tensor, number: Tensor) -> Tensor:
-    """:func:`pair_variance` of a batch whose similarities are one tile [n, n]; ``same`` bool [n, n] are not negatives."""
-    centred = (similarity - similarity.mean()).masked_fill_(same, 0)
-    sums = [centred.sum(1), centred.sum(0)]
-    centred.square_()
-    mean, square = torch.stack([*sums, centred.sum(1), centred.sum(0)]).div_(number.clamp(min=1)).split(2)
-    return square.sub_(mean.square()).clamp_(min=0)
+def tile_variance(similarity: Tensor, number: Tensor | int) -> Tensor:
+    """:func:`pair_variance` of one tile of similarities [n, n], about their mean, and 0 where there is no negative."""
+    squares = similarity.square()
+    sums = [each.sum(dim) for each in (similarity, squares) for dim in (1, 0)]
+    mean, square = torch.stack(sums).div_(number).split(2)
+    return square.addcmul_(mean, mean, value=-1).clamp_(min=0)
 
 
 def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:

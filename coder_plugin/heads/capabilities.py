@@ -159,6 +159,13 @@ class KeepsState(Head):
         """
         return {}
 
+    def first_rank_values(self) -> Tensor | None:
+        """What :meth:`post_step` would otherwise broadcast: numbers of which all ranks take the first rank's, float [k].
+
+        A trainer of several ranks sends them with the gradients, and stashes the first rank's as ``first_rank``.
+        """
+        return None
+
     def discard(self) -> None:
         """Forget the stash: the loss was computed, but no step follows."""
         self._stashed = {}

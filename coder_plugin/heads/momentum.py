@@ -109,8 +109,11 @@ class Momentum(KeepsState, FollowsModel):
                 f"entries (--set momentum.bank_size={max(4096, batch)})"
             )
 
+    def first_rank_values(self) -> Tensor | None:
+        return self.towers.statistics(self._online[0])
+
     def post_step(self) -> None:
-        self.towers.update(self._online[0])
+        self.towers.update(self._online[0], self._stashed.pop("first_rank", None))
         super().post_step()
 
     def stash(self, **values: Any) -> None:

@@ -64,7 +64,7 @@ def anchor_losses(
         [k, a]; an anchor without negatives keeps the term of its positive.
     """
     mu, positive_weight = options.mu, options.positive_weight
-    sums = negatives.logsumexp(1 / (mu * weights), options.gamma)
+    sums = negatives.logsumexp((mu * weights).reciprocal(), options.gamma)
     if options.effective_negatives is not None:
         sums = sums + (options.effective_negatives / negatives.count().clamp(min=1).to(sums.dtype)).log()
     repulsion = mu * softplus(sums, threshold=40)  # above 40 it is the sum itself in float64 too

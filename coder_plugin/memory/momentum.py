@@ -72,8 +72,12 @@ class MomentumCopy(ModelCopy):
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
-    def update(self, model: Any) -> None:
-        """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
+    def update(self, model: Any, statistics: Tensor | None = None) -> None:
+        """Average in the model after one step. Parameters are matched by name; names without a match are skipped.
+
+        Args:
+            statistics: the first rank's :meth:`statistics`. None: with several ranks they are broadcast.
+        """
         self.fresh = False
         pairs = self._pairs(model)
         # rarely: where a parameter was frozen or unfrozen since, or cannot be shared though it is frozen
@@ -90,7 +94,7 @@ class MomentumCopy(ModelCopy):
             currents = [current.detach().to(average.dtype) for average, current in trained]
             torch._foreach_lerp_([average for average, _ in trained], currents, 1 - self.momentum)
         copy_values(frozen)
-        self._copy_buffers(model)
+        self._copy_buffers(model, statistics)
 
     @torch.no_grad()
     def drift(self, model: Any) -> float:
@@ -120,14 +124,24 @@ class MomentumCopy(ModelCopy):
         since they were saved. The next update shares again."""
         self.own(list(self._shared))
 
-    def _copy_buffers(self, model: Any) -> None:
+    def statistics(self, model: Any) -> Tensor | None:
+        """The model's BatchNorm statistics that the copy has too, as one vector. None: there are none."""
+        values = self._statistics(model)
+        return torch.cat([each.detach().flatten() for each in values]) if values else None
+
+    def _statistics(self, model: Any) -> list[Tensor]:
+        norms = {name for name, each in self.model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+        buffers = model.named_buffers()
+        return [each for name, each in buffers if name.rpartition(".")[0] in norms and each.is_floating_point()]
+
+    def _copy_buffers(self, model: Any, statistics: Tensor | None) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
         online = dict(model.named_buffers())
         copy_values([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
-        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        if statistics and distributed.world_size() > 1:
-            flat = torch.cat([statistic.flatten() for statistic in statistics])
-            distributed.broadcast(flat)
-            for statistic, value in zip(statistics, flat.split([s.numel() for s in statistics]), strict=True):
-                statistic.copy_(value.view_as(statistic))
+        own = self._statistics(self.model)
+        if own and distributed.world_size() > 1:
+            if statistics is None:
+                statistics = torch.cat([each.flatten() for each in own])
+                distributed.broadcast(statistics)
+            parts = statistics.split([each.numel() for each in own])
+            copy_values([(each, part.view_as(each)) for each, part in zip(own, parts, strict=True)])

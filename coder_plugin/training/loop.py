@@ -219,6 +219,10 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
+        # of random weights it is chance
+        self._measures_before = config.evaluation.val_before or not (
+            isinstance(model, str) and prepare.has_random_weights(config, self.model)
+        )
         self.zero_shot: dict[str, Any] = {}
         self.encoded: Encoded | None = None
 
@@ -321,6 +325,7 @@ class Trainer:
         model, ema_decay = self.model, self.config.optim.ema_decay
         if self.config.model.torchcompile:
             model.compile()
+            self.loss.compile()
         state_names = model.coder.state_names()
         if state_names:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
@@ -585,7 +590,7 @@ class Trainer:
 
     def _evaluate(self, when: str, *, interruptible: bool = False) -> None:
         options = self.config.evaluation
-        recall = self.val is not None and self._is_due(options.val_frequency)
+        recall = self.val is not None and self._is_due(options.val_frequency) and (self.step > 0 or self._measures_before)
         classes = self.classes if self._is_due(options.zeroshot_frequency) else None
         if not (recall or classes):
             return

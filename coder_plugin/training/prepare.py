@@ -302,12 +302,19 @@ def with_derived_options(objective: Objective, facts: TrainingFacts) -> Objectiv
     return objective.with_options(settings)
 
 
+def has_random_weights(config: TrainConfig, model: Any = None) -> bool:
+    """Whether no weights are asked for, nor come with a ``model`` of transformers, so that the towers begin at random."""
+    options = config.model
+    asked = options.pretrained or options.pretrained_image or options.pretrained_image_path
+    return not asked and (model is None or transformers_clip.class_name(model) is None)
+
+
 def say_random_weights(config: TrainConfig) -> None:
     """Say that open_clip has weights for this model where none are asked for."""
     import open_clip
 
     model = config.model
-    if model.pretrained or model.pretrained_image or model.pretrained_image_path or config.run.resume or distributed.rank():
+    if not has_random_weights(config) or config.run.resume or distributed.rank():
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])

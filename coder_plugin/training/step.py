@@ -164,13 +164,14 @@ def forward_backward(
     """
     reads = {key for binding in loss.bindings for key in binding.values()}
     single = len(batches) == 1
-    passes, outputs = [_rng_state()], []
+    passes, outputs = [] if single else [_rng_state()], []
     kept: list[dict[str, Any]] = [{} for _ in batches]
     restore = keep_buffers(model)
     for batch, results in zip(batches, kept, strict=True):
         with torch.set_grad_enabled(single), contextlib.nullcontext() if single else _keeping(model, results):
             outputs.append({key: value for key, value in model(**batch).items() if key in reads})
-        passes.append(_rng_state())
+        if not single:
+            passes.append(_rng_state())
     if not single:
         restore()  # of two passes the first does not count
     leaves = _join(outputs)
@@ -179,7 +180,9 @@ def forward_backward(
     figures = _Figures(losses, model, leaving=leaving())
     share = gradient_shares(losses, leaves) if measure else {}
     names = [key for key, leaf in leaves.items() if leaf.requires_grad]
-    sums.put(figures.vector)
+    # in the first of two passes BatchNorm's statistics are not yet those of the step
+    first = first_rank_values(figures.heads) if single and distributed.world_size() > 1 else {}
+    sums.put(torch.cat([figures.vector, *first.values()]))
     gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in names], allow_unused=True)
     received = {key: grad for key, grad in zip(names, gradients, strict=True) if grad is not None}
     start = 0
@@ -197,9 +200,19 @@ def forward_backward(
             _backward(output, received, rows, accelerator, with_shared=last)
     if not single:
         _set_rng_state(passes[-1])
-    figures.vector = sums.take() / distributed.world_size()
+    figure_sums, *arrived = sums.take().split([len(figures.vector), *map(len, first.values())])
+    figures.vector = figure_sums / distributed.world_size()
+    for name, values in zip(first, arrived, strict=True):
+        figures.heads[name].stash(first_rank=values)
     measured = spread(leaves) if measure else {}
     return StepResult(model, loss, figures, leaves, shares=share, spread=measured, undo=restore)
+
+
+def first_rank_values(heads: Mapping[str, KeepsState]) -> dict[str, Tensor]:
+    """By head, what all ranks take from the first rank; zeros on the others, so that the sum over ranks is the first's."""
+    values = {name: head.first_rank_values() for name, head in heads.items()}
+    own = distributed.rank() == 0
+    return {name: each.float() if own else torch.zeros_like(each).float() for name, each in values.items() if each is not None}
 
 
 def _inner(model: nn.Module) -> Any:
@@ -306,14 +319,15 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
     inner = _inner(model)
     state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
     buffers = [buffer for name, buffer in inner.named_buffers() if name not in state]
-    copies = [buffer.detach().clone() for buffer in buffers]
+    copies = [torch.empty_like(buffer) for buffer in buffers]
 
-    def restore() -> None:
+    @torch.no_grad()
+    def copy(into: list[Tensor], values: list[Tensor]) -> None:
         if buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(buffers, copies)
+            torch._foreach_copy_(into, values)
 
-    return restore
+    copy(copies, buffers)
+    return lambda: copy(buffers, copies)
 
 
 @contextlib.contextmanager

@@ -91,15 +91,21 @@ class Results:
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"bench": self.bench, **result}) + "\n")
 
-    def compare(self, case: str, times: Times, *, peer: str, **more: Any) -> dict[str, float]:
-        """Print and write the medians of ``times`` and each one's ratio to ``peer``. Returns the ratios."""
-        ratios = {name: ratio(times, name, peer) for name in times if name != peer}
+    def compare(self, case: str, times: Times, *, peer: str, second: str | None = None, **more: Any) -> dict[str, float]:
+        """Print and write the medians of ``times`` and each one's ratio to ``peer``, and to a ``second`` one. Returns the first
+        ratios."""
+        peers = [each for each in (peer, second) if each is not None]
+        ratios = {each: {name: ratio(times, name, each) for name in times if name not in peers} for each in peers}
+        ratios[peer] |= {each: ratio(times, each, peer) for each in peers[1:]}
         medians = {name: statistics.median(values) for name, values in times.items()}
         for name, value in medians.items():
-            against = f"  {ratios[name]:7.3f} x {peer}" if name != peer else ""
-            print(f"{case}: {name:<24} {1e3 * value:11.3f} ms{against}", flush=True)
-        self.write({"case": case, "peer": peer, "seconds": medians, "ratio": ratios, **more})
-        return ratios
+            against = "".join(f"  {ratios[each][name]:7.3f} x {each}" for each in peers if name in ratios[each])
+            count = f"({len(times[name])} repetitions)"
+            print(f"{case}: {name:<24} {1e3 * value:11.3f} ms {count}{against}", flush=True)
+        repeats = {name: len(values) for name, values in times.items()}
+        found = {"case": case, "peer": peer, "seconds": medians, "repeats": repeats, "ratio": ratios[peer]}
+        self.write(found | ({} if second is None else {"second": second, "ratio_to_second": ratios[second]}) | more)
+        return ratios[peer]
 
 
 def ratio(times: Times, name: str, peer: str) -> float:
@@ -190,6 +196,13 @@ def clip_loss() -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     except ImportError:
         return "plain InfoNCE", plain_infonce
     return "ClipLoss", ClipLoss()
+
+
+def one_product_infonce(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """InfoNCE from one product and its transpose: the peer of losses that compute each similarity once."""
+    labels = torch.arange(len(images), device=images.device)
+    logits = scale * images @ texts.T
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def plain_infonce(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:

@@ -6,11 +6,13 @@
 
 Peers, in the same run and in rotating order, so that other load on the machine slows all alike:
 
-decode      Pillow and open_clip's training transform, one thread: nothing else is done
-webdataset  open_clip's own pipeline (shuffle, decode, tokenize, batch) of the webdataset library, one worker
+decode         Pillow and the loader's own 8-bit transform, one thread: nothing else is done
+decode, float  Pillow and open_clip's training transform: the peer of feeds of float32 batches
+webdataset     open_clip's own pipeline (shuffle, decode, tokenize, batch) of the webdataset library, one worker
 
-The ratio of a feed is its time over that of ``decode``; ``rate_ratio`` is the same of samples per second, so 1 means that
-feeding costs nothing beside decoding. A feed's time includes opening the data, starting its worker and tokenizing.
+The ratio of a feed is its time over that of the decoding loop with the same transform; ``rate_ratio`` is the same of samples
+per second, so 1 means that feeding costs nothing beside decoding. A feed's time includes opening the data, starting its worker
+and tokenizing.
 ``--clock cpu`` counts this process and its workers, and is what to read on a busy machine. ``normalized`` adds what the
 trainer does with a batch of 8-bit pictures, here on the CPU instead of on the GPU.
 """
@@ -40,6 +42,9 @@ from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.shard_lists import expand
 
 Feed = Callable[[], Iterator[int]]
+#: Loops that only decode: with the transform of the 8-bit feeds, and with that of the others.
+DECODE = ("decode", "decode, float")
+FLOATS = ("loader, 1 worker, float", "loader, 1 worker, normalized", "webdataset, 1 worker")
 FEEDS = (
     "loader, 0 workers",
     "loader, 1 worker",
@@ -56,16 +61,17 @@ def main() -> None:
         spec = options.data or draw_shards(Path(folder), options)
         samples = min(options.samples, open_source(spec).samples("draw")) // options.batch_size * options.batch_size
         options.samples = samples
-        feeds = {name: feed for name, feed in make_feeds(spec, options).items() if name in ("decode", *options.feeds)}
+        feeds = {name: feed for name, feed in make_feeds(spec, options).items() if name in (*DECODE, *options.feeds)}
         steps = {name: step(name, feed, samples) for name, feed in feeds.items()}
         times = measure(steps, options.device, options.repeats, warm_up=0, clock=options.clock, limit=options.limit)
     data = options.data or f"drawn JPEG pictures of {options.picture[0]} x {options.picture[1]}"
     case = f"{samples} samples of {data}, {options.size} pixels, batch {options.batch_size}"
     rates = {name: samples / median(seconds) for name, seconds in times.items()}
-    ratios = {name: ratio(times, "decode", name) for name in times if name != "decode"}
-    results.compare(case, times, peer="decode", samples=samples, samples_per_second=rates, rate_ratio=ratios)
+    peers = {name: DECODE[1] if name in FLOATS else DECODE[0] for name in times if name not in DECODE}
+    ratios = {name: ratio(times, peer, name) for name, peer in peers.items()}
+    results.compare(case, times, peer=DECODE[0], second=DECODE[1], samples=samples, samples_per_second=rates, rate_ratio=ratios)
     for name, value in ratios.items():
-        print(f"{name:<28} {rates[name]:8.0f} samples/s, {value:.3f} of decode")
+        print(f"{name:<28} {rates[name]:8.0f} samples/s, {value:.3f} of {peers[name]}")
 
 
 def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
@@ -75,7 +81,7 @@ def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
     tokenizer = get_tokenizer("ViT-B-32")
     files = [item.load.args[1].read() for _, item in zip(range(options.samples), source_items(spec), strict=False)]
 
-    def decode() -> Iterator[int]:
+    def decode(transform: Any) -> Iterator[int]:
         for start in range(0, len(files), options.batch_size):
             batch = files[start : start + options.batch_size]
             for content in batch:
@@ -117,7 +123,8 @@ def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
             yield len(images)
 
     return {
-        "decode": decode,
+        DECODE[0]: lambda: decode(pixels),
+        DECODE[1]: lambda: decode(transform),
         "loader, 0 workers": feed(pixels, 0),
         "loader, 1 worker": feed(pixels, 1),
         "loader, 1 worker, float": feed(transform, 1),

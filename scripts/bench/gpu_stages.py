@@ -2,8 +2,9 @@
 """The stages of gpu_day.py that measure single operations: ``python scripts/bench/gpu_stages.py STAGE``.
 
     rooflines   products in bfloat16, TF32 and float32, and the rate of copies in the device's memory
-    dcl         DCL, forward and backward, in each form, against ClipLoss in bfloat16: time, peak memory, error
-    m_dcl       M-DCL against InfoNCE on the same banks: time and peak memory
+    dcl         DCL, forward and backward, in each form, against ClipLoss and InfoNCE from one product, in bfloat16: time, peak
+                memory, error
+    m_dcl       M-DCL with its diversity over the bank, against InfoNCE on the same banks: time and peak memory
     search      exact search of 64 queries in a million vectors
 
 ``--dry`` makes every size tiny, so that all of it runs on a CPU in seconds. Errors are relative to the reference in float64.
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import Results, add_options, clip_loss, measure, peak_bytes
+from bank_step import make_steps
+from common import Results, add_options, clip_loss, measure, one_product_infonce, peak_bytes
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
-from coder_plugin.functional import dcl, m_dcl
+from coder_plugin.functional import dcl
 
 
 def main() -> None:
@@ -134,7 +136,9 @@ def dcl_of(n: int, dim: int, options: argparse.Namespace, results: Results) -> N
     peer, clip = clip_loss()
     leaves = [each.bfloat16().requires_grad_() for each in base]
     scale = torch.tensor(14.3, device=options.device, requires_grad=True)
-    row(case, f"{peer} bfloat16", lambda: torch.autograd.grad(clip(*leaves, scale), leaves), options, results)
+    for name, loss in ((peer, clip), ("one-product InfoNCE", one_product_infonce)):
+        step = functools.partial(lambda loss: torch.autograd.grad(loss(*leaves, scale), leaves), loss)
+        row(case, f"{name} bfloat16", step, options, results)
     for name, dtype, allowed, loss, form in (
         ("tiled float32", torch.float32, False, dcl, "tiled"),
         ("tiled TF32", torch.float32, True, dcl, "tiled"),
@@ -154,31 +158,12 @@ def m_dcl_forms(options: argparse.Namespace, results: Results) -> None:
 
 
 def m_dcl_of(n: int, entries: int, dim: int, options: argparse.Namespace, results: Results) -> None:
-    """All forms for one random batch of n pairs and banks in float16, with the diversity over the banks known."""
-    live = [features(n, dim, options).requires_grad_() for _ in range(2)]
-    keys = [features(n, dim, options) for _ in range(2)]
-    banks = [features(entries, dim, options, torch.float16) for _ in range(2)]
-    ids, bank_ids = (torch.randint(2**62, (size,), device=options.device) for size in (n, entries))
-    diversity = tuple(torch.rand(n, device=options.device) / 2 + 0.5 for _ in range(2))
-    passed: dict[str, Any] = {"image_ids": ids, "bank_ids": bank_ids, "bank_diversity": diversity}
-    labels = torch.arange(n, device=options.device)
-
-    def step(form: str) -> tuple[Tensor, ...]:
-        with tf32(True):
-            return torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed, implementation=form), live)
-
-    def infonce() -> tuple[Tensor, ...]:
-        total: Any = 0
-        for k, anchors in enumerate(live):
-            similarity = anchors.half() @ torch.cat([keys[1 - k].half(), banks[1 - k]]).T
-            total = total + cross_entropy(20 * similarity.float(), labels)
-        return torch.autograd.grad(total, live)
-
-    case = f"m_dcl {n} x {entries}"
-    row(case, "InfoNCE float16", infonce, options, results)
-    for form in ("reference", "tiled"):
-        if form != "reference" or n * entries <= 1 << 30:  # else 104 GB
-            row(case, form, functools.partial(step, form), options, results)
+    """All forms of bank_step.py for one random batch of n pairs and banks in float16."""
+    forms = ["tiled"] if n * entries > 1 << 30 else ["reference", "tiled"]  # the reference would need 104 GB
+    chosen = argparse.Namespace(device=options.device, dtype="float16", anchors=n, dim=dim, forms=forms, no_peer=False)
+    with tf32(True):
+        for name, step in make_steps(entries, chosen).items():
+            row(f"m_dcl {n} x {entries}", name, step, options, results)
 
 
 def search(options: argparse.Namespace, results: Results) -> None:

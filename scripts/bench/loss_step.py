@@ -7,9 +7,11 @@
     python scripts/bench/loss_step.py --modes eager --sizes 4096x512 8192x512 --repeats 3 --json loss_step.json
 
 Every repetition times a block of calls of each loss in a row (--block), in rotating order, so that other load on the machine
-slows all of them alike. A ratio is the median over repetitions of the loss's time over that of ClipLoss in the same mode.
-Below 1 is faster than ClipLoss. On a GPU the peak of allocated memory beyond the inputs is given too. Without open_clip the
-peer is the same computation written out, "plain InfoNCE".
+slows all of them alike. A ratio is the median over repetitions of the loss's time over that of its peer in the same mode; below
+1 is faster. There are two peers: ClipLoss, which computes a product for each direction, and InfoNCE from one product and its
+transpose, as the losses here. "bare products" are the three that no loss of all pairs can do without. On a GPU the peak of
+allocated memory beyond the inputs is given too. Without open_clip the
+first peer is the same computation written out, "plain InfoNCE".
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Results, Step, add_options, clip_loss, measure, peak_bytes
+from common import Results, Step, add_options, clip_loss, measure, one_product_infonce, peak_bytes
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -28,6 +30,8 @@ from coder_plugin.functional import dcl
 from coder_plugin.losses.ascl import ascl_of_pairs
 from coder_plugin.losses.clip import clip_of_pairs
 from coder_plugin.losses.triplet import triplet_of_pairs
+
+ONE_PRODUCT = "one-product InfoNCE"
 
 
 def main() -> None:
@@ -48,7 +52,7 @@ def main() -> None:
             )
             peaks = {name: peak_bytes(step, options.device) for name, step in steps.items()}
             case = f"{options.loss}, {n} x {d}, {options.dtype_name}, {mode}"
-            results.compare(case, times, peer=clip_loss()[0], n=n, d=d, mode=mode, peak_bytes=peaks)
+            results.compare(case, times, peer=clip_loss()[0], second=ONE_PRODUCT, n=n, d=d, mode=mode, peak_bytes=peaks)
 
 
 def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -> dict[str, Step]:
@@ -60,7 +64,8 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
     ids = torch.randint(2**62, (n,), device=options.device)
     scale = torch.tensor(14.3, device=options.device, requires_grad=True)
     peer, clip = clip_loss()
-    losses: dict[str, Callable[[], Tensor]] = {peer: with_arguments(clip, compiled, images, texts, scale)}
+    peers = {peer: clip, ONE_PRODUCT: one_product_infonce}
+    losses = {name: with_arguments(each, compiled, images, texts, scale) for name, each in peers.items()}
     for form in options.forms:
         passed: dict[str, Any] = {"image_ids": ids, "implementation": form}
         if options.loss == "clip":
@@ -75,10 +80,16 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
             losses[form] = with_arguments(function, compiled, images, texts, **passed, **rest)
     values = [losses[form]().detach() for form in options.forms]
     assert all(torch.allclose(value, values[0], rtol=options.rtol) for value in values), f"the forms differ: {values}"
-    return {
-        name: lambda loss=loss, inputs=(images, texts, *([scale] if name == peer else [])): torch.autograd.grad(loss(), inputs)
+    @torch.no_grad()
+    def products() -> tuple[Tensor, Tensor]:
+        similarity = images @ texts.T
+        return similarity @ texts, similarity.T @ images
+
+    steps: dict[str, Step] = {
+        name: lambda loss=loss, inputs=(images, texts, *([scale] if name in peers else [])): torch.autograd.grad(loss(), inputs)
         for name, loss in losses.items()
     }
+    return steps | {"bare products": products}
 
 
 def clip_form(images: Tensor, texts: Tensor, scale: Tensor, **form: Any) -> Tensor:

@@ -77,7 +77,7 @@ class TrainerStep:
                     if hasattr(head, method):
                         stack.enter_context(timed(head, method, f"{name}: {method}", times, self.device))
             for name, term in self.trainer.loss.terms.items():
-                method = "compute" if term.takes_gathered else "forward"
+                method = "compute" if term.gathers else "forward"
                 stack.enter_context(timed(term, method, f"{name}: loss", times, self.device))
             for _ in range(repeats):
                 times.setdefault("step", []).append(seconds(self, self.device))

@@ -20,7 +20,7 @@ from coder_plugin.concepts import (
     lexicon_tagger,
     scenes_vocabulary,
 )
-from coder_plugin.concepts.build import largest_remainder
+from coder_plugin.concepts.build import build_scenes_vocabulary, largest_remainder
 from coder_plugin.concepts.words import count_words
 from coder_plugin.errors import CoderError
 
@@ -311,6 +311,8 @@ def test_the_scenes_vocabulary(caplog):
     with caplog.at_level(logging.WARNING):
         made = scenes_vocabulary()
     assert not caplog.records and scenes_vocabulary() is made
+    built = build_scenes_vocabulary()
+    assert (built.fingerprint, dict(built.settings)) == (made.fingerprint, dict(made.settings)), "write the file again"
     assert made.vectors.shape == (48, 300) and made.settings["captions"] == 30000
     assert set(made.types) == {"object", "property"} and TYPES[0] == made.types[0]
     assert {"circle", "box", "object", "corner"} <= set(made.of_type("object"))

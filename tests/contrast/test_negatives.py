@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.contrast import Block, Dense, Direction, Negatives, Pairs, Tiles, pairs, products, tiles, variance
+from coder_plugin.contrast import (
+    Block,
+    Dense,
+    Direction,
+    Negatives,
+    Pairs,
+    Tiles,
+    pairs,
+    products,
+    sums,
+    tiles,
+    variance,
+)
 from coder_plugin.errors import CoderError
 from tests.losses.drawn import TILE_SHAPES, close, drawing, rows, second_order, tile_shape
 from tests.operations import Operations
@@ -430,12 +442,15 @@ def test_equal_rows_are_added_in_a_fixed_order_off_the_cpu() -> None:
     assert "aten::index_put_" in operations.names and "aten::index_add_" not in operations.names
 
 
-def test_one_tile_is_kept_from_the_variance_for_the_sums() -> None:
-    """DCL asks for both: one product in the forward pass, two in the backward pass, positives included."""
+@pytest.mark.parametrize("shape", [{"one_tile": tiles.ONE_TILE}, {"kept": sums.MAX_KEPT}])
+def test_a_similarity_is_computed_once(shape: dict[str, int]) -> None:
+    """DCL's sums: one product in the forward pass, two in the backward pass. One tile serves the variance too, and the
+    positives; tiles have theirs apart."""
     v, w = (rows(drawing(k), 8, 4).requires_grad_() for k in range(2))
     ids = torch.arange(8)
-    with tile_shape(1 << 21, one_tile=tiles.ONE_TILE), Operations() as operations:
+    with tile_shape(1 << 21, **shape), Operations() as operations:
         negatives = Tiles(both_sides(v, w, ids), mirrored=True)
-        scale = 1 / (1 + negatives.variance())
+        scale = 1 / (1 + negatives.variance()) if "one_tile" in shape else torch.ones(2, 8)
         (negatives.logsumexp(scale).sum() - negatives.positive.sum()).backward()
-    assert operations.names.count("aten::mm") == 3
+    products = [name for name in operations.names if name in ("aten::mm", "aten::addmm_")]
+    assert len(products) == 3

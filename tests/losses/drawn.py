@@ -119,14 +119,17 @@ def close(got: Any, want: Any, **tolerance: float) -> None:
 
 
 @contextlib.contextmanager
-def tile_shape(elements: int, *, anchors: int = 4096, one_tile: int = 0, whole_rows: bool = True) -> Iterator[None]:
-    """Tiles of at most so many elements and anchors. ``one_tile``: batches of so many similarities are kept as one.
-    ``whole_rows=False``: both directions share squares, as on a GPU."""
+def tile_shape(
+    elements: int, *, anchors: int = 4096, one_tile: int = 0, kept: int = 0, whole_rows: bool = True
+) -> Iterator[None]:
+    """Tiles of at most so many elements and anchors. ``one_tile``: batches of so many similarities are one tile. ``kept``: of
+    so many they are kept. ``whole_rows=False``: both directions share squares, as on a GPU."""
     cut = products.tiles
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "TILE_ON_CPU", elements)
         patch.setattr(products, "MAX_ANCHORS", anchors)
         patch.setattr(tiles, "ONE_TILE", one_tile)
+        patch.setattr(sums, "MAX_KEPT", kept)
         if not whole_rows:
             for module in (sums, tiles, variance):
                 patch.setattr(module, "tiles", lambda anchors, candidates, **_: cut(anchors, candidates))
@@ -140,9 +143,10 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-#: Ragged rows; ragged squares of 5 anchors; single elements nearly; one tile.
+#: Ragged rows, without and with similarities that are kept; ragged squares of 5 anchors; single elements nearly; one tile.
 TILE_SHAPES: tuple[dict[str, Any], ...] = (
     {"elements": 150},
+    {"elements": 150, "kept": 1 << 24},
     {"elements": 40, "anchors": 5, "whole_rows": False},
     {"elements": 2, "anchors": 3},
     {"elements": 1 << 21, "one_tile": 1 << 24},

@@ -583,7 +583,7 @@ def test_the_first_rank_chooses_the_checkpoint_for_all(folder, tmp_path, damaged
 
 
 def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):
-    made = trainer(options(tmp_path))
+    made = trainer(options(tmp_path, val_before=True))
     encode = made.encoder.__class__.__call__
 
     def run() -> None:

@@ -45,10 +45,10 @@ class Count(Callback):
         self.current = []
 
 
-def train(folder: Path, model: str, loss: str = "coder", **more: Any) -> list[list[str]]:
+def train(folder: Path, model: str, loss: str = "coder", **more: Any) -> Trainer:
     """Six steps of 8 pairs, in the third and the last of which the pairs are clustered.
 
-    Returns the collectives of the fourth and the fifth, and writes them into ``folder/collectivesRANK.json``.
+    Writes the collectives of the fourth and the fifth into ``folder/collectivesRANK.json``. Returns the trainer.
     """
     count = Count()
     config = {
@@ -61,6 +61,5 @@ def train(folder: Path, model: str, loss: str = "coder", **more: Any) -> list[li
     trainer.run()
     assert len(count.steps) == 6, len(count.steps)
     assert loss != "coder" or trainer.model.coder.heads["prototypes"].centres.ready
-    steps = count.steps[3:5]
-    (folder / f"collectives{count.rank}.json").write_text(json.dumps(steps))
-    return steps
+    (folder / f"collectives{count.rank}.json").write_text(json.dumps(count.steps[3:5]))
+    return trainer

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
+import torch
 
 from coder_plugin import Callback, Trainer, distributed
 from coder_plugin.training import checkpoint
@@ -24,6 +26,27 @@ def test_collectives_of_a_step(tmp_path, tiny_model, loss, number) -> None:
     for step in one:
         print("\n".join(step))
         assert len(step) == number, "\n".join(step)
+
+
+def test_statistics_of_momentum_towers_travel_with_the_gradients(tmp_path, tiny_model) -> None:
+    """No collective more for a model with BatchNorm, whose momentum towers have the first rank's statistics on all ranks."""
+    config = json.loads(Path(tiny_model).read_text())
+    config["vision_cfg"] = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+    path = tmp_path / "tiny-resnet.json"
+    path.write_text(json.dumps(config))
+
+    def train(folder: Path) -> None:
+        trainer = collectives.train(folder, str(path))
+        towers = trainer.model.coder.heads["momentum"].towers
+        own, online = towers.statistics(towers.model), towers.statistics(trainer.model)
+        both = distributed.gather(torch.stack([own, online]))
+        assert len(own) > 100 and torch.equal(both[0], both[2]) and torch.equal(both[0], both[1])
+        assert not torch.equal(both[1], both[3]), "each rank has seen pictures of its own"
+
+    endings = forked.run(train, tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
+    for step in json.loads((tmp_path / "collectives0.json").read_text()):
+        assert len(step) == 4, "\n".join(step)
 
 
 @pytest.mark.parametrize(("loss", "number"), [("coder", 9), ("dcl + clip", 3)])

@@ -150,7 +150,8 @@ class Results(Callback):
 
 def test_zero_shot_accuracy_is_measured_while_training(config: Any, classes: str, tmp_path: Path, capsys: Any) -> None:
     """mlfoundations/open_clip #1093: the loss of what the weights knew is visible from the first epoch on."""
-    few_steps = {"loss": "clip", "val_frequency": 2, "epochs": 3, "train_num_samples": 16, "force_patch_dropout": 0.25}
+    few_steps = {"loss": "clip", "val_frequency": 2, "val_before": True, "epochs": 3, "train_num_samples": 16}
+    few_steps["force_patch_dropout"] = 0.25
     options = config(zeroshot=classes, zeroshot_frequency=2, **few_steps)
     heard = Results()
     trainer = Trainer.from_config(options, callbacks=[heard])

@@ -140,12 +140,13 @@ def test_towers_in_training_mode_run_in_both_passes(tmp_path, tiny_model) -> Non
         ("adamw", "fp32", "cuda", True),
         ("adam", "amp_bf16", "cuda", True),
         ("adamw", "amp", "cuda", False),  # the loss scaler must learn of steps that are skipped
-        ("adamw", "fp32", "cpu", False),
+        ("adamw", "fp32", "cpu", True),
+        ("adamw", "fp32", "xpu", False),
         ("lamb", "fp32", "cuda", False),
     ],
 )
-def test_the_fused_optimizer_is_for_cuda_without_a_loss_scaler(opt, precision, device, fused, monkeypatch) -> None:
+def test_the_fused_optimizer_is_for_cpu_and_cuda_without_a_loss_scaler(opt, precision, device, fused, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     config = resolve_config({"opt": opt, "precision": precision}, flags_name="argument")
-    parameter = SimpleNamespace(is_cuda=device == "cuda", is_floating_point=lambda: True)
+    parameter = SimpleNamespace(device=torch.device(device), is_floating_point=lambda: True)
     assert has_fused_step(opt, config, [parameter]) is fused

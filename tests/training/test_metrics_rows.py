@@ -80,7 +80,7 @@ def test_a_run_of_so_many_steps_is_resumed_to_more(tmp_path: Path, most: int, ev
 
 
 def test_training_that_makes_a_model_worse_is_reported(tmp_path: Path, caplog: Any) -> None:
-    made = trainer(options(tmp_path, epochs=1, report=False))
+    made = trainer(options(tmp_path, epochs=1, val_before=True, report=False))
     measured = iter([{"rsum": 52.4}, {"rsum": 25.6}])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coder_plugin.training.loop.evaluate", lambda *_, **__: {**RECALL, **next(measured)})
@@ -93,6 +93,15 @@ def test_training_that_makes_a_model_worse_is_reported(tmp_path: Path, caplog: A
     again = trainer(options(tmp_path, epochs=2, report=False, resume="latest", val_frequency=0))
     again.run()
     assert again.before["rsum"] == 52.4
+
+
+def test_only_trained_weights_are_evaluated_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
+    """Of random ones it is chance, unless it is asked for."""
+    monkeypatch.setattr("coder_plugin.training.loop.evaluate", lambda *_, **__: {**RECALL, "rsum": 30.0})
+    few = {"epochs": 1, "report": False}
+    assert trainer(options(tmp_path, **few)).run()["before"] == {}
+    tuned = trainer(options(tmp_path, name="tuned", pretrained=str(tmp_path / "run/export/last"), **few))
+    assert tuned.run()["before"]["rsum"] == 30.0
 
 
 def test_an_epoch_of_several_micro_batches_and_a_rest(tmp_path: Path) -> None:

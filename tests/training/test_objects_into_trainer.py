@@ -263,7 +263,7 @@ class Recorder(Callback):
 
 def test_callbacks_are_called_in_order(tiny_model, options, items):
     first, second = Recorder(), Recorder()
-    config = options("run", val_frequency=1, save_every_steps=2)
+    config = options("run", val_frequency=1, val_before=True, save_every_steps=2)
     val = open_scenes("val", count=6)
     Trainer(model=tiny_model, loss="clip", train=items, val=val, config=config, callbacks=[first, second]).run()
     assert first.calls == [

@@ -108,7 +108,8 @@ def result(tmp_path: Path, *arguments: str) -> Any:
 )
 def test_a_run_learns_and_its_evaluation_repeats(tmp_path, made, model, loss, options):
     """With region and word dropout at their defaults; chance is some 125 here."""
-    options = {"model": model, "loss": loss, "epochs": 5, "val_frequency": 5, "captions": "all", "wd": 0.0, **options}
+    when = {"epochs": 5, "val_frequency": 5, "val_before": True}
+    options = {"model": model, "loss": loss, "captions": "all", "wd": 0.0, **when, **options}
     found = Trainer.from_config(config(made, tmp_path, **options)).run()
     value = losses(tmp_path)
     assert sum(value[-5:]) < 0.85 * sum(value[:5]), (value[:5], value[-5:])

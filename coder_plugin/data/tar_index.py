@@ -89,8 +89,8 @@ def scan(shard: str) -> TarIndex:
 
 def scan_all(shards: Sequence[str]) -> list[TarIndex]:
     """The indexes of local shards. Those that took over a second to make are kept in the user's folder of caches
-    (``$XDG_CACHE_HOME/coder_plugin``, by default in ``~/.cache``), for shards of the same paths, sizes and times; of the sets of
-    shards that were opened last, 32.
+    (``$XDG_CACHE_HOME/coder_plugin``, by default in ``~/.cache``), for shards of the same paths, sizes and times, for
+    the 32 sets of shards that were opened last.
 
     Raises:
         CoderError: a tar file is damaged.

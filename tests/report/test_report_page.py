@@ -80,7 +80,7 @@ def test_every_section_shows_something(made: dict[str, Any]) -> None:
     right = {head: side for side, head in re.findall(r'<th scope="col"( class="n")?>(.*?)</th>', text)}
     assert right["R@sum"] and right["Captions"] and right["Weight"] and not (right["Options"] or right["Weights"])
     assert '<td class="n " data-label="R@sum">' in text and '<td class="" data-label="Options">' in text
-    assert re.search(r"[\d.]+ %", section(text, "concepts")) and "by t-SNE" in section(text, "map")
+    assert re.search(r"[\d.]+\u00a0%", section(text, "concepts")) and "by t-SNE" in section(text, "map")
     state = section(text, "state")
     for part in ("momentum: banks", "of 64 entries are filled", "prototypes: centres", "Age of the entries"):
         assert part in state

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular
 from coder_plugin.locations import local_only
 
 if sys.version_info >= (3, 11):
@@ -624,7 +625,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         CoderError: the file cannot be read, or holds an unknown option.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open_regular(path, encoding="utf-8") as file:
+            text = file.read()
         options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error

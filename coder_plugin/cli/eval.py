@@ -59,7 +59,7 @@ class Command(ExportFlag, RerankerFlag):
         group=_METRICS
     )
     cxc: str | None = option(
-        None, "CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it", metavar="FOLDER",
+        None, "CxC's recalls, i2t t2i i2i t2t, on that split: the folder of its csv files", metavar="FOLDER",
         group=_METRICS
     )
     zeroshot: str | None = option(

@@ -133,7 +133,7 @@ class ItemSource(Numbered):
     def __init__(
         self, items: Sequence[Item], *, name: str = "items", columns: Sequence[str] = (), files: Sequence[str] = ()
     ) -> None:
-        self.name, self.columns, self._files = name, tuple(columns), tuple(files)
+        self.name, self.columns, self.files = name, tuple(columns), tuple(files)
         self._items = checked_items(items)
         if not len(items):
             raise CoderError(f"{name}: no images")
@@ -154,8 +154,8 @@ class ItemSource(Numbered):
 
     def digest(self) -> dict[str, Any]:
         names, texts, files = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-        files.update(repr(list(map(file_state, self._files))).encode())
-        every = 1 + len(self._items) // _MOST_FILES
+        files.update(repr(list(map(file_state, self.files))).encode())
+        every = 1 + len(self._items) // MOST_FILES
         for number, item in enumerate(self._items):
             names.update(repr(item.key).encode())
             texts.update(repr((item.captions, item.negatives, str(item.fault))).encode())
@@ -167,7 +167,7 @@ class ItemSource(Numbered):
 
 
 #: Most files whose size and time are looked up; of more, evenly spaced ones.
-_MOST_FILES = 100_000
+MOST_FILES = 100_000
 
 
 def _state(paths: Sequence[str]) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ _WORTH_KEEPING = 1.0
 #: Shards from which on several processes read the headers, and how many.
 _MANY, _PROCESSES = 200, 8
 _FORMAT = 2  # of the file of places
+#: Files of places that are kept, those that were used last.
+_MOST_KEPT = 32
 
 
 @dataclass
@@ -86,7 +89,8 @@ def scan(shard: str) -> TarIndex:
 
 def scan_all(shards: Sequence[str]) -> list[TarIndex]:
     """The indexes of local shards. Those that took over a second to make are kept in the user's folder of caches
-    (``$XDG_CACHE_HOME/coder_plugin``, by default in ``~/.cache``), for shards of the same paths, sizes and times.
+    (``$XDG_CACHE_HOME/coder_plugin``, by default in ``~/.cache``), for shards of the same paths, sizes and times, for
+    the 32 sets of shards that were opened last.
 
     Raises:
         CoderError: a tar file is damaged.
@@ -125,6 +129,9 @@ def _save(path: Path, indexes: Sequence[TarIndex]) -> None:
             ends = np.cumsum([len(each.starts) for each in indexes])
             starts = np.concatenate([each.starts for each in indexes])
             np.savez(file, notes=np.frombuffer(notes.encode(), np.uint8), ends=ends, starts=starts)
+        kept = sorted(path.parent.glob("tars-*.npz"), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+        for old in kept[_MOST_KEPT:]:
+            old.unlink(missing_ok=True)
     except OSError as error:  # a folder that may not be written, a full disk: the next run reads the headers again
         log.info("%s: places of samples are not kept: %s", path, error)
 
@@ -135,6 +142,8 @@ def _load(path: Path, count: int) -> list[TarIndex] | None:
             notes, ends, starts = json.loads(arrays["notes"].tobytes()), arrays["ends"], arrays["starts"]
         if not (len(notes) == len(ends) == count and ends[-1] == len(starts) and starts.dtype == np.uint64):
             return None
+        with suppress(OSError):  # a folder that may not be written
+            os.utime(path)  # it was used last
         return [
             TarIndex(part, changed, apart, Files(Counter(counts), examples))
             for (changed, apart, counts, examples), part in zip(notes, np.split(starts, ends[:-1]), strict=True)

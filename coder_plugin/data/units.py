@@ -28,7 +28,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.shards import ShardStream
-from coder_plugin.data.source import ItemSource
+from coder_plugin.data.source import MOST_FILES, ItemSource, file_state
 from coder_plugin.data.tars import local_path
 from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
@@ -184,7 +184,12 @@ def _kinds(headers: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 
 #: Fields of which only a digest is known, and what a message calls another one.
-_DIGESTS = {"model": "another model", "content": "the data's content has changed", "embeddings": "other embeddings"}
+_DIGESTS = {
+    "model": "another model",
+    "content": "the data's content has changed",
+    "regions files": "the files of regions have changed (copy them with cp -p or rsync -a, which keep their times)",
+    "embeddings": "other embeddings",
+}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -201,19 +206,32 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def content_digest(source: Any) -> str | None:
-    """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
-    shards; else None."""
+    """A digest of a source's images and captions where it is cheap: from keys, texts and the sizes of local pictures (of
+    evenly spaced ones, where they are many), or from the sizes of local shards; else None. A copy of the data has the same."""
     inner = getattr(source, "captions", source)  # regions joined to captions: the captions
     digest = hashlib.sha256()
     if isinstance(inner, (ItemSource, Pictures)):
-        for _, item in inner.items():
-            digest.update(json.dumps([item.key, *item.captions]).encode())
+        every = 1 + inner.num_images // MOST_FILES
+        for number, item in inner.items():
+            size = _size(item.path) if number % every == 0 else None
+            digest.update(json.dumps([item.key, *item.captions, size]).encode())
     elif all(map(is_local, getattr(inner, "shards", ["pipe:"]))):
         for shard in inner.shards:
             digest.update(json.dumps([os.path.basename(shard), os.path.getsize(local_path(shard))]).encode())
     else:
         return None
     return digest.hexdigest()[:32]
+
+
+def _size(path: str | None) -> int | None:
+    state = None if path is None or "://" in path else file_state(path)
+    return None if state is None else state[0]
+
+
+def region_files(source: Any) -> list[tuple[int, int] | None]:
+    """Sizes and times of the files that hold a source's regions; empty where it reads none, or not from files."""
+    files = getattr(source, "files", None) or getattr(getattr(source, "regions", None), "files", ())
+    return [file_state(path) for path in files]
 
 
 class Slices:

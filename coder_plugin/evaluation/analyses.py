@@ -29,7 +29,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import align, check_embeddings, recall_from_embeddings
 
 LENGTH_EDGES = (6, 8, 10, 12, 15, 20)  # words; AsCL's own are not printed, but it reads them below 10 words
-HISTOGRAM_BINS = 100  # of equal width over [0, 2]
 
 _TILE = 2**20  # distances in memory at once: 8 MiB, and a few times that for intermediate results
 _RECALLS = {"t2i_r1": 1, "t2i_r5": 5, "t2i_r10": 10}
@@ -185,16 +184,15 @@ def uniformity(
 
     Returns:
         ``images`` and ``texts``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std`` of their
-        distances, ``wang_isola``, the uniformity log E exp(-2 |a - b|²) of Wang & Isola (ICML 2020, t = 2) over
-        the same pairs, and ``histogram``, the number of pairs in each of 100 equal bins of [0, 2]. Where there is no
-        pair (a single image) the count is 0 and the numbers are None.
+        distances, and ``wang_isola``, the uniformity log E exp(-2 |a - b|²) of Wang & Isola (ICML 2020, t = 2) over
+        the same pairs. Where there is no pair (a single image) the count is 0 and the numbers are None.
     """
     points, captions, owner = _on_sphere(images, texts, image_of_text)
     sides = {"images": (points, torch.arange(len(points), device=owner.device)), "texts": (captions, owner)}
     out = {}
     for name, (side, group) in sides.items():
         pairs = _apart(side, group, chunk)
-        out[name] = {**pairs.summary(), "wang_isola": pairs.log_mean_potential(), "histogram": pairs.histogram.tolist()}
+        out[name] = {**pairs.summary(), "wang_isola": pairs.log_mean_potential()}
     return out
 
 
@@ -296,14 +294,13 @@ def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 class _Distances:
-    """Count, mean, variance, potential and histogram of distances that come in parts.
+    """Count, mean, variance and potential of distances that come in parts.
 
     Parts merge by their means and squared deviations: sums of squares would cancel where the variance is small.
     """
 
     def __init__(self) -> None:
         self.count, self.mean, self.deviations, self.potential = 0, 0.0, 0.0, 0.0
-        self.histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64)
 
     def add(self, distances: Tensor) -> None:
         """Add ``distances`` [P], float64, in [0, 2] except for rounding."""
@@ -316,7 +313,6 @@ class _Distances:
         self.count += new
         self.mean += (mean - self.mean) * new / self.count
         self.potential += float(distances.square().mul_(-2).exp_().sum())
-        self.histogram += distances.clamp(max=2).histc(HISTOGRAM_BINS, 0, 2).long().cpu()  # histc drops what is beyond
 
     def summary(self) -> dict[str, Any]:
         if not self.count:

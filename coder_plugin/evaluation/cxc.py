@@ -4,14 +4,12 @@ Protocol and thresholds are VSE-infinity's (Chen et al., CVPR 2021). An image an
 images from 2.5, two captions from 3 or if they belong to one image. A query's best-ranked match counts, and the query itself is
 no candidate. Queries without a match are left out. A rating of two images, or of two captions, counts for both.
 
-Ratings are the files of CxC, ``sits_test.csv``, ``sis_test.csv`` and ``sts_test.csv``, or those that VSE-infinity reads:
-``cxc_it.json``, ``cxc_i2i.json``, ``cxc_t2t.json``, with ``testall_ids.txt`` and ``testall_capids.txt``.
+Ratings are the files of CxC, ``sits_test.csv``, ``sis_test.csv`` and ``sts_test.csv``.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +25,6 @@ from coder_plugin.evaluation.multi_positive import Scores, Way, figures, pairs_o
 
 IMAGE_TEXT, TEXTS, IMAGES = 3.0, 3.0, 2.5  # ratings, of 0 to 5
 _CSV = ("sits_test.csv", "sis_test.csv", "sts_test.csv")
-_JSON = ("cxc_it.json", "cxc_i2i.json", "cxc_t2t.json", "testall_ids.txt", "testall_capids.txt")
 _WAYS: tuple[Way, ...] = ("i2t", "t2i", "i2i", "t2t")
 _FIGURES = ("r1", "r5", "r10", "queries")
 
@@ -45,24 +42,21 @@ def read_cxc(folder: str | Path) -> CxC:
     """Read the ratings of the test split.
 
     Args:
-        folder: has CxC's files or VSE-infinity's; with both, CxC's are read.
+        folder: has CxC's files.
 
     Raises:
         CoderError: files are missing, or hold something else.
     """
     folder = Path(folder)
-    for names, read in ((_CSV, _read_csv), (_JSON, _read_json)):
-        if all((folder / name).is_file() for name in names):
-            try:
-                return read(*(folder / name for name in names))
-            except CoderError:
-                raise
-            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise CoderError(f"{folder}: not CxC's ratings: {type(error).__name__}: {error}") from error
-    raise CoderError(
-        f"{folder} has neither CxC's {', '.join(_CSV)} (github.com/google-research-datasets/Crisscrossed-Captions, data/) nor "
-        f"VSE-infinity's {', '.join(_JSON)}"
-    )
+    if missing := [name for name in _CSV if not (folder / name).is_file()]:
+        raise CoderError(
+            f"{folder} has no {', '.join(missing)}: CxC's files are {', '.join(_CSV)} (github.com/google-research-datasets/"
+            "Crisscrossed-Captions, data/)"
+        )
+    try:
+        return _read_csv(*(folder / name for name in _CSV))
+    except (OSError, ValueError, csv.Error) as error:
+        raise CoderError(f"{folder}: not CxC's ratings: {error}") from error
 
 
 def _read_csv(sits: Path, sis: Path, sts: Path) -> CxC:
@@ -79,7 +73,13 @@ def _read_csv(sits: Path, sis: Path, sts: Path) -> CxC:
             if rating >= least:
                 truth[one].add(other)
                 truth[other].add(one)
-    return _cxc([i2t, t2i, i2i, t2t], Benchmark("CxC", image_of))
+    siblings: Truth = defaultdict(set)
+    for caption, image in image_of.items():
+        siblings[image].add(caption)
+    for caption, image in image_of.items():
+        t2t[caption].update(siblings[image])
+    i2i, t2t = ({key: others - {key} for key, others in truth.items()} for truth in (i2i, t2t))
+    return CxC(dict(zip(_WAYS, (i2t, t2i, i2i, t2t), strict=True)), Benchmark("CxC", image_of))
 
 
 def _rows(file: Path) -> Iterator[tuple[int, int, float, str]]:
@@ -103,35 +103,6 @@ def _number(name: str) -> int:
     if digits is None:
         raise ValueError(f"{name!r} ends in no number")
     return int(digits)
-
-
-def _read_json(it: Path, i2i: Path, t2t: Path, images: Path, captions: Path) -> CxC:
-    """Each file maps an id to pairs [id, rating]. The first file has only pairs that match."""
-    between = json.loads(it.read_text())
-    owners = [int(line) for line in images.read_text().split()]
-    order = [int(line) for line in captions.read_text().split()]
-    if len(owners) != len(order):
-        raise CoderError(f"{images} has {len(owners)} lines and {captions} {len(order)}: they are an image and a caption each")
-    within = [
-        {int(key): {int(other) for other, rating in rated if rating >= least} for key, rated in json.loads(text).items()}
-        for text, least in ((i2i.read_text(), IMAGES), (t2t.read_text(), TEXTS))
-    ]
-    cross_modal = [
-        {int(key): {int(pair[0]) for pair in rated} for key, rated in between[way].items()} for way in ("i2t", "t2i")
-    ]
-    return _cxc([*cross_modal, *within], Benchmark("CxC", dict(zip(order, owners, strict=True)), order))
-
-
-def _cxc(truths: list[Truth], benchmark: Benchmark) -> CxC:
-    """Add the captions of one image to each other's matches."""
-    t2t = truths[-1]
-    siblings: Truth = defaultdict(set)
-    for caption, image in benchmark.image_of.items():
-        siblings[image].add(caption)
-    for caption, image in benchmark.image_of.items():
-        t2t.setdefault(caption, set()).update(siblings[image])
-    truths[2:] = [{key: others - {key} for key, others in truth.items()} for truth in truths[2:]]
-    return CxC(dict(zip(_WAYS, truths, strict=True)), benchmark)
 
 
 def cxc_recalls(scores: Scores, numbers: Numbers, cxc: CxC) -> dict[str, dict[str, float | int]]:

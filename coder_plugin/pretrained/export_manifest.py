@@ -57,11 +57,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of an export, checked in itself; None without one.
 
     Raises:
-        CoderError: it is damaged, of a newer version, or lists files outside of the folder.
+        CoderError: it is damaged, of a newer version, or lists files outside of the folder; a file is a link out of it.
     """
     path = folder / MANIFEST
     if not path.is_file():
         return None
+    check_link(folder, MANIFEST)
     manifest = read_json(path)
     if not isinstance(manifest, dict):
         raise CoderError(f"{path} is damaged: it is not an object")
@@ -77,7 +78,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             raise CoderError(f"{path}: {name!r} has no size and checksum")
         if not is_inside(name):
             raise CoderError(f"{path} lists {name!r}, which is not a file in its folder")
+        check_link(folder, name)
     return content
+
+
+def check_link(folder: Path, name: str) -> None:
+    """Refuse a file of an export that is a link out of its folder: what is shared would hold a file of this machine."""
+    real = folder.resolve()
+    top = real.parents[1] if real.parent.name == "snapshots" else real  # the hub's cache links to the files beside
+    if not (folder / name).resolve().is_relative_to(top):
+        raise CoderError(f"{folder / name} is a link to another folder: copy the file")
 
 
 def is_inside(name: str) -> bool:

@@ -30,6 +30,7 @@ from typing import Any
 from coder_plugin import registry
 from coder_plugin.config import SUBJECTS, flatten, get_option, options_by_name
 from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.files import open_regular
 from coder_plugin.locations import local_only
 
 if sys.version_info >= (3, 11):
@@ -231,7 +232,10 @@ def _read(path: Path, *, single: bool = False) -> RecipeFile:
     ours = path.parent == Path(__file__).parent
     origin = f"coder_plugin/recipes/{path.name}" if ours else str(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path, encoding="utf-8") as file:
+            data = tomllib.loads(file.read())
+    except RecursionError:
+        raise CoderError(f"{origin}: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise CoderError(f"{origin}: {error.strerror if isinstance(error, OSError) and error.strerror else error}") from error
     if single and not set(data) & {*_TABLES, "paper"}:

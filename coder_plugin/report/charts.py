@@ -106,7 +106,7 @@ def histogram(groups: Mapping[str, Sequence[float]], *, x_label: str, integers: 
             axes.stairs(counts, edges, fill=True, alpha=0.55, color=colour(number), label=_label(name))
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="y", integer=True)
-        axes.locator_params(axis="x", integer=integers)
+        axes.locator_params(axis="x", integer=integers, min_n_ticks=1 if integers else 2)
         if len(groups) > 1:
             _legend(axes)
     return result[0]
@@ -155,7 +155,8 @@ def _legend(axes: Any) -> None:
     rows = math.ceil(len(axes.get_legend_handles_labels()[1]) / 3)
     box = axes.get_position()
     axes.set_position((box.x0, box.y0 + rows * height, box.width, max(box.height - rows * height, 0.3)))
-    legend = axes.figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=8, handlelength=1.6, borderaxespad=0)
+    size = 8 * axes.figure.get_figwidth() / _SIZE[0]  # the page shows all charts in columns of about one width
+    legend = axes.figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=size, handlelength=1.6, borderaxespad=0)
     for text in legend.get_texts():
         text.set_color(_QUIET)
 

@@ -1,4 +1,4 @@
-"""What was run: options, data, machine, the objective's terms and heads with every option, and the commands to repeat it."""
+"""What was run: options, data, machine, the objective's terms and heads, and the commands to repeat it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from coder_plugin.errors import CoderError
-from coder_plugin.options import default_options
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.page import Block, format_seconds, heading, note, table
 from coder_plugin.training.run_folder import RunFolder
@@ -51,34 +49,24 @@ def fact_blocks(run: RunFolder) -> list[Block]:
 
 
 def term_blocks(run: RunFolder) -> list[Block]:
-    """The terms with their weights and every option."""
+    """The terms with their weights and the options that were set."""
     rows = []
     for term in run.objective.get("terms", ()):
         suffix = term.get("head") or term.get("source")
         name = f"{term['name']}@{suffix}" if suffix else term["name"]
-        options = _options("losses", term["name"], term["options"])
-        rows.append((name, [format_number(float(term["weight"])), *options]))
-    return [heading("Terms of the loss"), table(["Term", "Weight", "Options", "Defaults"], rows)] if rows else []
+        rows.append((name, [format_number(float(term["weight"])), _options(term["options"])]))
+    return [heading("Terms of the loss"), table(["Term", "Weight", "Options"], rows)] if rows else []
 
 
 def head_blocks(run: RunFolder) -> list[Block]:
-    """The heads with their numbers of parameters and every option."""
+    """The heads with their numbers of parameters and the options that were set."""
     options = run.objective.get("heads", {})
-    rows = [(name, [f"{count:,}", *_options("heads", name, options.get(name, {}))]) for name, count in run.heads.items()]
-    return [heading("Heads"), table(["Head", "Parameters", "Options", "Defaults"], rows)] if rows else []
+    rows = [(name, [f"{count:,}", _options(options.get(name, {}))]) for name, count in run.heads.items()]
+    return [heading("Heads"), table(["Head", "Parameters", "Options"], rows)] if rows else []
 
 
-def _options(group: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """The options that were set, and the defaults of the others."""
-    try:
-        defaults = {key: value for key, value in default_options(group, name).items() if key not in options}
-    except (CoderError, ValueError):  # a plugin that is not installed here
-        defaults = {}
-
-    def listed(values: Mapping[str, Any]) -> str:
-        return ", ".join(f"{key}={'none' if value is None else value}" for key, value in values.items()) or "–"
-
-    return listed(options), listed(defaults)
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={'none' if value is None else value}" for key, value in options.items()) or "–"
 
 
 def command_blocks(run: RunFolder) -> list[Block]:

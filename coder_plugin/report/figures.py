@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.analyses import HISTOGRAM_BINS, length_labels, ranked_by
+from coder_plugin.evaluation.analyses import length_labels, ranked_by
 from coder_plugin.report.alignment import Alignment, brightness
 from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS
@@ -54,10 +54,10 @@ def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> N
 def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, suffix: str = "png") -> list[Path]:
     """Draw the analyses of one or several models.
 
-    ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``distances`` shows the histograms
-    behind them, ``recall_by_length`` (figure 5) is text-to-image recall by query length. Distances compare embeddings, and
-    of image-text pairs also by the fused score where a model has one; the legend of ``recall_by_length`` names the score that
-    ranked. What a model has no pairs or no captions for is left blank.
+    ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``recall_by_length`` (figure 5) is
+    text-to-image recall by query length. Distances compare embeddings, and of image-text pairs also by the fused score
+    where a model has one; the legend of ``recall_by_length`` names the score that ranked. What a model has no pairs or no
+    captions for is left blank.
 
     Args:
         rows: model name -> result of :func:`coder_plugin.evaluation.analyses.analyse`, also read back from JSON. All with
@@ -66,7 +66,7 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
         suffix: "png" or "svg".
 
     Returns:
-        The four files, in the order above.
+        The three files, in the order above.
 
     Raises:
         CoderError: matplotlib is not installed, no rows, rows with different bins, an unknown suffix.
@@ -84,7 +84,6 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
         figures = {
             "alignment": _bars(rows, _POSITIVE, "Positive pairs, distance of embeddings"),
             "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ, distance of embeddings"),
-            "distances": _histograms(rows),
             "recall_by_length": _lines(rows, labels),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,21 +113,6 @@ def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, 
         handles.append(bars)
     axes.set(title=title, ylabel="mean distance (whisker: standard deviation)", ylim=(0, None), xlim=(-0.5, len(kinds) - 0.5))
     axes.set_xticks(range(len(kinds)), list(kinds))
-    _legend(figure, handles, rows)
-    return figure
-
-
-def _histograms(rows: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A panel per kind of pair; in each the distribution of every model's distances."""
-    figure, panels = _panels(len(_NEGATIVE), len(rows))
-    edges = [2 * edge / HISTOGRAM_BINS for edge in range(HISTOGRAM_BINS + 1)]
-    for axes, (title, (part, pairs)) in zip(panels, _NEGATIVE.items(), strict=True):
-        handles = []
-        for number, row in enumerate(rows.values()):
-            counts, total = row[part][pairs]["histogram"], row[part][pairs]["count"]
-            density = [count * HISTOGRAM_BINS / 2 / max(1, total) for count in counts]
-            handles.append(axes.stairs(density, edges, color=f"C{number % 10}"))
-        axes.set(title=title, xlabel="distance", ylabel="density", xlim=(0, 2), ylim=(0, None))
     _legend(figure, handles, rows)
     return figure
 

@@ -137,7 +137,7 @@ def concepts(model: Evaluated, images: int, *, first: int = 6) -> list[Block]:
     def greatest(weights: Tensor) -> list[str]:
         order = weights.float().cpu().argsort(descending=True, stable=True)[:first].tolist()
         names = {} if head.vocabulary is None else dict(enumerate(head.vocabulary.words))
-        return [f"{names.get(place, f'concept {place}')} {100 * float(weights[place]):.1f} %" for place in order]
+        return [f"{names.get(place, f'concept {place}')} {100 * float(weights[place]):.1f}\u00a0%" for place in order]
 
     blocks = [note("The concepts with the highest attention weights for an image and for its first caption.")]
     items = _sample_items(model, images)

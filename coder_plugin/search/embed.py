@@ -23,7 +23,7 @@ from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.data.pictures import Pictures, is_pictures
-from coder_plugin.data.units import Block, Decoder, Job, Record, Slices, content_digest
+from coder_plugin.data.units import Block, Decoder, Job, Record, Slices, content_digest, region_files
 from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.build import check_data
@@ -136,6 +136,7 @@ class _Opened:
             "data": absolute_data(job.data),
             "split": job.split,
             "content": content_digest(self.source),
+            "regions files": region_files(self.source),
             "precision": self.model.config.precision,
             **{name: absolute(getattr(data, name)) for name in READING},
             "what": job.what,

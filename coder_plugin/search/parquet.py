@@ -410,24 +410,24 @@ class Table:
         file, group, local = self._place(row)
         return self._read_group(file, group, (column,))[column][local]
 
-    def batches(self, columns: Sequence[str], *, rows: int = 1024, start: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """All rows from file ``start`` on, a few at a time, each time with the number of the first of them."""
-        for number in range(start, len(self.paths)):
+    def batches(self, columns: Sequence[str], *, rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """All rows, a few at a time, each time with the number of the first of them."""
+        for number, path in enumerate(self.paths):
             first = self.first[number]
             if self.first[number + 1] == first:
                 continue
-            with _reading(self.paths[number]):
-                file = _File(self.paths[number]).file  # its own reader: this thread may be in the midst of it for long
+            with _reading(path):
+                file = _File(path).file  # its own reader: this thread may be in the midst of it for long
                 for batch in file.iter_batches(rows, columns=list(columns), use_threads=False):
                     yield first, _checked(batch.select(list(columns)))
                     first += len(batch)
                 if first != self.first[number + 1]:
                     raise ValueError("some of its rows are missing")
 
-    def vector_batches(self, kind: str, *, rows: int = 4096) -> Iterator[np.ndarray]:
+    def vector_batches(self, kind: str) -> Iterator[np.ndarray]:
         """The vectors of all images or captions, [n * V, D] float32 each time."""
         size = self.vector_sizes[kind]
-        for first, batch in self.batches([VECTORS[kind]], rows=rows):
+        for first, batch in self.batches([VECTORS[kind]], rows=4096):
             with _reading(self.paths[bisect_right(self.first, first) - 1]):
                 yield _numbers(batch.column(0), kind, size).reshape(-1, size["dimensions"])
 

@@ -37,7 +37,7 @@ from coder_plugin.serve.originals import Originals
 try:
     import h11
     import uvicorn
-    from fastapi import FastAPI, File, HTTPException, Request, Response, UploadFile
+    from fastapi import Depends, FastAPI, File, HTTPException, Request, Response, UploadFile
     from fastapi.datastructures import Headers
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -296,7 +296,12 @@ def make_app(
         except LookupError:
             raise HTTPException(404, f"the index has no image {str(wanted.key)[:200]!r}") from None
 
-    @app.post("/api/picture", summary="Search by a picture")
+    async def once(request: Request) -> None:
+        form = await request.form()
+        if repeated := [name for name in form if len(form.getlist(name)) > 1]:
+            raise HTTPException(422, f"{repeated[0][:40]}: the form has {len(form.getlist(repeated[0]))} of it: give one")
+
+    @app.post("/api/picture", summary="Search by a picture", dependencies=[Depends(once)])
     def search_by_picture(wanted: Annotated[PictureRequest, File()]) -> SearchAnswer:
         if not info.pictures:
             raise HTTPException(422, "this index's model reads regions, not pictures: search by a text or a key")

@@ -30,7 +30,7 @@ from coder_plugin.integrations.hub.record import (
 )
 from coder_plugin.integrations.sentence_transformers import module as st
 from coder_plugin.pretrained.export import HEADS, VOCABULARY, export_files, write_export
-from coder_plugin.pretrained.export_manifest import CARD, seal_again
+from coder_plugin.pretrained.export_manifest import CARD, check_link, seal_again
 from coder_plugin.pretrained.hub_cache import fetch
 from coder_plugin.pretrained.open import PretrainedModel, export_folder, open_pretrained
 
@@ -121,6 +121,7 @@ def _edited_card(source: _Source) -> Path | None:
     card = source.export / CARD
     if not card.is_file():
         return None
+    check_link(source.export, CARD)
     written = (source.record or {}).get("card", {})
     return card if written.get("edited") or sha256_file(card) != written.get("sha256") else None
 

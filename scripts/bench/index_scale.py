@@ -10,7 +10,10 @@ Then, each in a process of its own, so that memory and time are that step's alon
     build    coder_plugin.search.build.build_index, and the most memory that it had resident (ru_maxrss)
     truth    the ten best of each query by brute force, from the embeddings
     search   recall@10 against it, and p50 and p95 of single queries, for each nprobe
-    first    opens the index in a new process and answers one query; the operating system may have the files in memory
+    first    opens the index in a new process and answers one query with the keys of its results, after the operating system
+             was asked to drop the files from memory
+    stores   with --stores: the same queries in LanceDB and Qdrant's local mode, filled from the embeddings as in
+             docs/vector_stores.md; each without an index, which compares all vectors, and LanceDB also with lists (IVF_FLAT)
 
 Printed, and written to --json: one JSON object.
 """
@@ -25,7 +28,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ import numpy as np
 
 K = 10
 ROWS = 8192  # images of a unit
-STEPS = ("embed", "build", "truth", "search", "first")
+STEPS = ("embed", "build", "truth", "search", "first", "stores")
 
 
 def vectors(options: argparse.Namespace, unit: int) -> np.ndarray:
@@ -92,37 +95,90 @@ def truth(options: argparse.Namespace) -> dict[str, Any]:
     return {"queries": len(queries)}
 
 
+def measure(options: argparse.Namespace, find: Callable[[np.ndarray], Sequence[int]]) -> dict[str, float]:
+    """Recall@10 against the truth, and p50 and p95 of single queries; ``find`` gives the rows of the ten best."""
+    queries, expected = vectors(options, -1), np.load(options.folder / "truth.npy")
+    for query in queries[:20]:  # warm-up
+        find(query)
+    times, found = [], []
+    for query in queries:
+        started = time.perf_counter()
+        found.append(find(query))
+        times.append(1000 * (time.perf_counter() - started))
+    recall = np.mean([len({*one} & {*other}) / K for one, other in zip(found, expected.tolist(), strict=True)])
+    p50, p95 = np.percentile(times, (50, 95)).tolist()
+    return {"recall@10": float(recall), "p50 ms": p50, "p95 ms": p95}
+
+
 def search(options: argparse.Namespace) -> dict[str, Any]:
     from coder_plugin.search.index import Index
 
-    queries, expected = vectors(options, -1), np.load(options.folder / "truth.npy")
     table = []
     for nprobe in options.nprobe if options.factory.startswith("IVF") else [None]:
         index = Index(options.folder / "index", parameters=None if nprobe is None else f"nprobe={nprobe}", gpu=False)
-        for query in queries[:20]:  # warm-up
-            index.search(query[None], K)
-        times, found = [], []
-        for query in queries:
-            started = time.perf_counter()
-            found.append(index.search(query[None], K)[1][0])
-            times.append(1000 * (time.perf_counter() - started))
-        pairs = zip(np.array(found).tolist(), expected.tolist(), strict=True)
-        recall = np.mean([len({*one} & {*other}) / K for one, other in pairs])
-        p50, p95 = np.percentile(times, (50, 95)).tolist()
-        table.append({"nprobe": nprobe, "recall@10": float(recall), "p50 ms": p50, "p95 ms": p95})
+        figures = measure(options, lambda query, index=index: index.search(query[None], K)[1][0].tolist())  # type: ignore[misc]
+        table.append({"nprobe": nprobe, **figures})
     return {"by nprobe": table}
+
+
+def stores(options: argparse.Namespace) -> dict[str, Any]:
+    import lancedb
+    import pyarrow.dataset
+    from qdrant_client import QdrantClient, models
+
+    rows = pyarrow.dataset.dataset(options.folder / "embeddings").scanner(columns=["key", "image_vector"])
+    results: dict[str, Any] = {}
+    started = time.perf_counter()
+    table = lancedb.connect(options.folder / "lancedb").create_table("images", rows.to_reader(), mode="overwrite")
+    results["LanceDB"] = {"filled in s": time.perf_counter() - started}
+
+    def lance(query: np.ndarray, nprobe: int | None = None) -> list[int]:
+        found = table.search(query, vector_column_name="image_vector").distance_type("dot").limit(K)
+        found = found.select(["key", "_distance"])
+        return [int(row["key"][:10]) for row in (found if nprobe is None else found.nprobes(nprobe)).to_list()]
+
+    results["LanceDB"] |= measure(options, lance)
+    started = time.perf_counter()
+    lists = int(np.sqrt(options.items))
+    table.create_index(metric="dot", num_partitions=lists, vector_column_name="image_vector", index_type="IVF_FLAT")
+    results["LanceDB IVF_FLAT"] = {"lists": lists, "indexed in s": time.perf_counter() - started}
+    results["LanceDB IVF_FLAT"]["by nprobe"] = [
+        {"nprobe": nprobe, **measure(options, lambda query, nprobe=nprobe: lance(query, nprobe))}  # type: ignore[misc]
+        for nprobe in options.nprobe
+    ]
+    started = time.perf_counter()
+    client = QdrantClient(":memory:")  # on disk it searches alike, but commits each point
+    sizes = models.VectorParams(size=options.dimensions, distance=models.Distance.DOT)
+    client.create_collection("images", vectors_config=sizes)
+    for batch in rows.to_batches():
+        points = [models.PointStruct(id=int(row["key"][:10]), vector=row["image_vector"]) for row in batch.to_pylist()]
+        client.upsert("images", points)
+    results["Qdrant, local"] = {"filled in s": time.perf_counter() - started}
+    results["Qdrant, local"] |= measure(
+        options, lambda query: [int(hit.id) for hit in client.query_points("images", query=query.tolist(), limit=K).points]
+    )
+    return results
 
 
 def first(options: argparse.Namespace) -> dict[str, Any]:
     from coder_plugin.search.index import Index
 
+    dropped = 0
+    for path in sorted(each for each in options.folder.rglob("*") if each.is_file()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # pages that are not written yet would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            dropped += path.stat().st_size
     query = vectors(options, -1)[:1]
-    started = time.perf_counter()
     parameters = f"nprobe={options.nprobe[0]}" if options.factory.startswith("IVF") else None
-    index = Index(options.folder / "index", parameters=parameters, gpu=False)
-    opened = time.perf_counter()
-    index.search(query, K)
-    return {"open s": opened - started, "first query s": time.perf_counter() - opened}
+    seconds = []
+    for _ in range(2):  # cold, and once more
+        started = time.perf_counter()
+        index = Index(options.folder / "index", parameters=parameters, gpu=False)
+        opened = time.perf_counter()
+        index.records.images(index.search(query, K)[1][0].tolist())
+        seconds.append([opened - started, time.perf_counter() - opened])
+    return {"dropped bytes": dropped, "open s, first answer s": seconds[0], "again": seconds[1]}
 
 
 def main() -> None:
@@ -135,6 +191,7 @@ def main() -> None:
     parser.add_argument("--centres", type=int, default=20_000)
     parser.add_argument("--spread", type=float, default=0.6, help="of a vector around its centre, by dimension")
     parser.add_argument("--folder", type=Path, required=True, help="for the embeddings and the index, which stay there")
+    parser.add_argument("--stores", action="store_true", help="also measure LanceDB and Qdrant's local mode")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--step", choices=STEPS, help="one step alone, in this process")
     options = parser.parse_args()
@@ -147,7 +204,7 @@ def main() -> None:
     names = ("items", "dimensions", "factory", "nprobe", "queries", "centres", "spread")
     results: dict[str, Any] = {"options": {name: getattr(options, name) for name in names}}
     results["machine"] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    for step in STEPS:
+    for step in STEPS if options.stores else STEPS[:-1]:
         command = [sys.executable, __file__, *sys.argv[1:], "--step", step]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         results[step] = json.loads(done.stdout.splitlines()[-1])

@@ -144,6 +144,22 @@ def test_places_are_kept_and_made_again_when_a_shard_changes(tmp_path, monkeypat
     assert [len(index) for index in scan_all(data.shards)] == [13, 7, 12, 11] and len(scanned) == 8
 
 
+def test_the_places_that_were_used_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(tar_index, "_MOST_KEPT", 2)
+    first, second, third = ([shard] for shard in write_set(tmp_path).shards[:3])
+    folder, files = tmp_path / "cache/coder_plugin", []
+    for shards in (first, second):
+        scan_all(shards)
+        files += [path for path in folder.iterdir() if path not in files]
+        os.utime(files[-1], ns=(len(files), len(files)))
+    (folder / "other").touch()
+    scan_all(first)
+    scan_all(third)
+    assert files[0].exists() and not files[1].exists() and len(list(folder.iterdir())) == 3
+
+
 def test_a_quick_scan_leaves_no_file_and_a_folder_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
     data = write_set(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

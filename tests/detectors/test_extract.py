@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import pickle
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -225,13 +226,18 @@ def test_killed_between_the_first_shard_and_its_note(pictures, tmp_path):
     assert job(pictures, tmp_path / "out").run().made == 5 and contents(tmp_path / "out") == before
 
 
-def test_the_plan_has_the_datas_digest(pictures, tmp_path):
+def test_data_that_have_changed_are_noticed(pictures, tmp_path):
     plans = [job(pictures, tmp_path / "out").header()["plan"]]
     job(pictures, tmp_path / "out").run()
-    make_pictures(tmp_path / "more", 1)
-    (tmp_path / "more" / "000.png").rename(pictures / "0005.png")
-    plans.append(job(pictures, tmp_path / "out").header()["plan"])
-    assert plans[0]["content"] and plans[0]["content"] != plans[1]["content"]
+    shutil.copytree(pictures, tmp_path / "copy", copy_function=shutil.copyfile)  # of other times
+    assert plans[0]["content"] == job(tmp_path / "copy", tmp_path / "out").header()["plan"]["content"] is not None
+    replaced, content = pictures / "004.png", (pictures / "004.png").read_bytes()
+    for change in (lambda: replaced.write_bytes((pictures / "005.png").read_bytes()), lambda: replaced.unlink()):
+        change()
+        assert "the data's content has changed" in fault(job(pictures, tmp_path / "out"))
+    replaced.write_bytes(content)
+    assert job(pictures, tmp_path / "out").run().made == 0
+    replaced.rename(pictures / "0005.png")
     assert "the data's content has changed" in fault(job(pictures, tmp_path / "out"))
 
 

@@ -15,7 +15,6 @@ import torch
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
-from coder_plugin.files import sha256_json
 from coder_plugin.pretrained.export_manifest import seal_again
 
 
@@ -167,17 +166,6 @@ def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path
         with pytest.raises(CoderError, match=match):
             coder_plugin.save_pretrained(folder, tmp_path / "last")
         assert coder_plugin.from_pretrained(folder)  # opening does not read it
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../b", "a\\..\\b", "C:/x", "text/", ".", ""])
-def test_a_manifest_that_lists_other_places_is_refused(shared: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    manifest = json.loads((folder / "coder_export.json").read_text())
-    del manifest["sha256"]
-    manifest["files"][name] = {"bytes": 1, "sha256": "x"}
-    (folder / "coder_export.json").write_text(json.dumps({**manifest, "sha256": sha256_json(manifest)}))
-    with pytest.raises(CoderError, match="which is not a file in its folder"):
-        coder_plugin.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["coder_run.json", "open_clip_config.json", "concepts.json"])

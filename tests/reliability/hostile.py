@@ -2,8 +2,8 @@
 
 A case writes hostile files into a folder and names what is done with them. Each case runs in a process of its own, forked from
 one that has imported everything, so that a crash or a hang ends only that case. The process is watched by an audit hook: a
-command that starts a program, connects somewhere (which ends it), runs Python code of the case's folder, or opens a file for
-writing elsewhere is reported, whether or not it left traces.
+command that starts a program, connects somewhere (which ends it), runs Python code of the case's folder, opens a file for
+writing elsewhere, or opens one of the folder ``outside`` beside the case's own is reported, whether or not it left traces.
 
 A file ``hostile_NAME.py`` beside this one defines ``CASES``, a list of :class:`Case`; ``test_hostile_files.py`` finds it.
 """
@@ -229,6 +229,7 @@ def _watch(folder: Path, temporary: Path, path: Path) -> None:
     """Write what a command must not do to ``path``."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     allowed = (str(folder), str(temporary), "/dev/", "/proc/self/")
+    private = str(folder.parent / "outside")
 
     def outside(name: object) -> bool:
         if not isinstance(name, (str, bytes, os.PathLike)):
@@ -247,6 +248,8 @@ def _watch(folder: Path, temporary: Path, path: Path) -> None:
             )
             if writes and outside(name):
                 report(f"opened for writing outside: {name}")
+            elif isinstance(name, (str, bytes)) and os.path.realpath(os.fsdecode(name)).startswith(private):
+                report(f"read outside: {name}")
         elif event in _STARTS:
             program = os.path.basename(os.fsdecode(values[0])) if isinstance(values[0], (str, bytes, os.PathLike)) else "?"
             if program not in _HARMLESS:

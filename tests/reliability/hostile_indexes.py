@@ -210,6 +210,25 @@ def thumbnail(content: bytes) -> Callable[[Path], None]:
     return column("thumbnail", lambda values: [content] * len(values))
 
 
+def linked(path: Path) -> None:
+    """The file is moved out of the folder, and a link left in its place."""
+    outside = next(each for each in path.parents if each.name == "case").parent / "outside" / path.name
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+
+
+def swapped(other: str) -> Callable[[Path], None]:
+    """The file and another one of the index in each other's place."""
+
+    def change(path: Path) -> None:
+        second = path.parent / other
+        first, content = path.read_bytes(), second.read_bytes()
+        path.write_bytes(content)
+        second.write_bytes(first)
+
+    return change
+
+
 def captions(path: Path) -> None:
     column("captions", lambda values: [[CAPTION] * len(each) for each in values])(path)
     keys(lambda key: CAPTION + key)(path)
@@ -271,16 +290,35 @@ CASES = [
     Case(name="index-note-text-folder", write=_text_folder, commands=[SEARCH], says=["backbone names code or another model"]),
     note_case("images-true", lambda note: note.update(images=True), DAMAGED),
     note_case("images-huge", lambda note: note.update(images=2**62), DAMAGED),
-    note_case("path-outside", lambda note: note["sizes"].update({"../outside/precious.txt": 1}), DAMAGED),
+    *(
+        note_case(f"{name}-outside", change, says)
+        for name, change, says in (
+            ("sizes", lambda note: note["sizes"].update({"../../outside/precious.txt": 9}), "../../outside/precious.txt"),
+            ("embeddings", lambda note: note.update(embeddings={"../../outside/precious.txt": [9, 6]}), "../../outside"),
+            ("absolute", lambda note: note.update(embeddings={"/etc/passwd": [1, 1]}), "/etc/passwd"),
+            ("checksums", lambda note: note["checksums"].update({"embeddings/../x.faiss": "0" * 64}), "embeddings/../x.faiss"),
+            ("tokens", lambda note: note.update(tokens=["../../outside/x"]), DAMAGED),
+        )
+    ),
+    *(
+        note_case(f"{name}-other", lambda note, name=name, value=value: note.update({name: value}), says)
+        for name, value, says in (
+            ("images", 10**9, DAMAGED), ("captions", 9, "starts-00001.npy is damaged"), ("build", "x", DAMAGED),
+            ("vectors", {"sounds": {"dimensions": 8, "views": 1}}, DAMAGED), ("columns", {"source": "blob"}, DAMAGED),
+            ("sizes", {}, DAMAGED), ("all_vectors", 3, DAMAGED), ("tokens", [1], DAMAGED),
+            ("format", "2", "has another format"),
+        )
+    ),
+    file_case("link-rows", PARQUET, linked, "is a link to another folder"),
+    file_case("link-vectors", IMAGES, linked, "is a link to another folder"),
+    file_case("swapped-vectors", IMAGES, swapped("captions-00001.faiss"), "vectors of"),
+    file_case("swapped-rows-and-vectors", IMAGES, swapped(PARQUET), "00001.faiss is not a FAISS index"),
     note_case("deep", lambda note: note.update(x=functools.reduce(lambda inner, _: [inner], range(900), 0)), "", status=0),
     note_case("tokens-that-are-not-there", lambda note: note.update(reranks=True, tokens=["image_tokens_t"]), "damaged"),
     note_case("names-in-errors", model(name=CAPTION, fingerprint="0" * 64), "\\u001b", hides=CONTROLS),
     # -- Parquet
-    file_case("rows-cut", PARQUET, lambda path: os.truncate(path, 9000), "00000000.parquet is damaged"),
     file_case("rows-other-file", PARQUET, lambda path: path.write_bytes(SVG * 99), "00000000.parquet is damaged"),
     file_case("rows-compressed", PARQUET, rewrite(lambda table: table, compression="zstd"), "it is compressed"),
-    file_case("rows-fewer", PARQUET, rewrite(lambda table: table[:3]), "its number of rows is not what it says"),
-    file_case("rows-key-numbers", PARQUET, column("key", lambda values: [1] * len(values), "int64"), "key is not string"),
     file_case(
         "rows-no-captions", PARQUET, column("captions", lambda values: [[]] * len(values)), "has fewer captions than its index",
         commands=[["search", "index", "--text", "x", "--among", "captions"]],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,12 @@ def _sentence_transformers() -> None:
     PictureText.load("export")
 
 
+def _read_weights(name: str) -> None:
+    from coder_plugin.detectors.base import read_weights
+
+    read_weights(name)
+
+
 def _load_model() -> None:
     from coder_plugin.pretrained.open import load_model
 
@@ -284,7 +292,7 @@ class Evil:
         return os.system, (self.command,)
 
 
-def _pickled(name: str, *, keep: bool = False) -> Write:
+def _pickled(name: str) -> Write:
     """An export whose weights are a pickle that runs a command."""
 
     def write(folder: Path, canary: Path) -> None:
@@ -335,15 +343,7 @@ def _adapter(export: Path, canary: Path) -> None:
 
 
 def _text_folder_away(export: Path, canary: Path) -> None:
-    import shutil
-
     shutil.rmtree(export / "text")
-
-
-def _link_out(export: Path, canary: Path) -> None:
-    """The tokenizer's configuration is a link to a device without an end."""
-    (export / "tokenizer_config.json").unlink(missing_ok=True)
-    (export / "tokenizer_config.json").symlink_to("/dev/zero")
 
 
 def config_case(name: str, write: Write, *says: str, ways: Sequence[Command] = (OPEN,), **more: Any) -> Case:
@@ -458,11 +458,16 @@ EXPORTS = [
             *(["eval", "--model", "coder-tiny", "--pretrained", name] for name in ("evil.pt", "evil.bin", "raw.pt")),
             ["train", "--model", "coder-tiny", "--pretrained", "evil.pt", "--dry-run", "--logs", "logs"],
             ["train", "--model", "coder-tiny", "--pretrained-image-path", "evil.pt", "--dry-run", "--logs", "logs"],
+            *(partial(_read_weights, name) for name in ("evil.pth", "raw.pt")),
         ],
     ),
     # manifests and records
-    config_case("manifest-lists-outside", _manifest(lambda m: m["files"].update({"../outside/x": ENTRY})), "outside/x"),
-    config_case("manifest-lists-absolute", _manifest(lambda m: m["files"].update({"/etc/passwd": ENTRY})), "/etc/passwd"),
+    *(
+        config_case(
+            f"manifest-lists-{number}", _manifest(lambda m, name=name: m["files"].update({name: ENTRY})), "not a file in its"
+        )
+        for number, name in enumerate(["../../outside/x", "/etc/hostname", "a/../../b", "a\\..\\b", "C:/x", "text/", ""])
+    ),
     config_case("manifest-lists-nothing", _manifest(lambda m: m.update(files={})), "coder"),
     config_case("manifest-without-heads", _manifest(lambda m: m["files"].pop("coder.safetensors")), "coder.safetensors"),
     config_case("manifest-of-types", _manifest(lambda m: m.update(step="1")), "coder_export.json"),
@@ -504,4 +509,132 @@ REGIONS = [
     config_case("regions-code-beside-bert", _mapped("text/config.json", "AutoConfig"), "auto_map"),
 ]
 
-CASES = [*RUNS, *EXPORTS, *REGIONS]
+
+# -- recipes and files of options --------------------------------------------------------------------------------------------
+
+
+def recipe(says: str, *, loss: str = "dcl", options: str = "", file: bool = True, **settings: Any) -> dict[str, Any]:
+    """A case whose recipe, which is also a file of ``--config``, has these settings; beside it a Python file and pickles."""
+
+    def write(folder: Path, canary: Path) -> None:
+        code(folder, canary)
+        _pickle_file(folder, canary)
+        lines = [f"{name} = {json.dumps(value)}" for name, value in {"loss": loss.format(canary=canary), **settings}.items()]
+        (folder / "set-up.toml").write_text("\n".join(lines))
+        (folder / "recipe.toml").write_text("\n".join(["[recipes.theirs]", *lines, "[recipes.theirs.options]", options]))
+
+    model = [] if "model" in settings else ["--model", "coder-tiny"]
+    ways = [["--recipe", "recipe.toml"], *([["--config", "set-up.toml"]] if file else [])]
+    return {"write": write, "says": [says], "commands": [["train", *way, *model, "--logs", "logs"] for way in ways]}
+
+
+RUNS_CODE = "runs a Python file"
+FETCHES = "which would be fetched"
+RECIPES = [
+    Case(name="recipe-loss-in-a-python-file", **recipe(RUNS_CODE, loss="clip + 0.5*evil.py:Tok(x=1)")),
+    Case(name="recipe-loss-in-a-file-above", **recipe(RUNS_CODE, loss="../case/evil.py:Tok")),
+    Case(name="recipe-loss-that-is-code", **recipe("column", loss="__import__('os').system('touch {canary}')")),
+    Case(name="recipe-loss-of-a-module", **recipe("unexpected ':'", loss="os:system")),
+    Case(name="recipe-name-outside", **recipe("is not a folder's name", name="../../x")),
+    Case(name="recipe-name-absolute", **recipe("is not a folder's name", name="/tmp/coder-hostile-x")),
+    Case(name="recipe-model-of-the-hub", **recipe(FETCHES, model="hf-hub:somebody/evil")),
+    Case(name="recipe-weights-by-url", **recipe(FETCHES, pretrained="https://127.0.0.1:9/x.pt")),
+    Case(name="recipe-text-of-the-hub", **recipe(FETCHES, model="region-bert", model_kwargs=["text=somebody/evil"])),
+    Case(name="recipe-weights-pickled", **recipe("cannot be created", pretrained="evil.pt")),
+    Case(
+        name="recipe-teacher-pickled",
+        **recipe("evil.pt", loss="dcl + distill", options='teacher.weights = "evil.pt"', file=False),
+    ),
+    Case(name="recipe-data-pickled", **recipe("evil.pt", train_data="evil.pt")),
+    Case(name="recipe-base-outside", **recipe("unknown recipe", base="../outside/precious.txt", file=False)),
+    Case(name="recipe-unknown-setting", **recipe("hook", hook="os.system")),
+    Case(
+        name="recipe-is-deep", write=lambda folder, canary: (folder / "recipe.toml").write_text("x = " + DEEP),
+        commands=[["train", "--recipe", "recipe.toml"], ["train", "--config", "recipe.toml"]], says=["recipe.toml"],
+    ),
+    Case(
+        name="recipe-is-a-device", write=lambda folder, canary: (folder / "recipe.toml").symlink_to("/dev/zero"),
+        commands=[["train", "--recipe", "recipe.toml"], ["train", "--config", "recipe.toml"]], says=["regular file"],
+    ),
+]  # fmt: skip
+
+
+# -- folders in the layout of the hub --------------------------------------------------------------------------------------
+
+
+def clip_folder(change: Callable[[Path, Path], object]) -> Write:
+    """A CLIP model in transformers' layout, changed."""
+
+    def write(folder: Path, canary: Path) -> None:
+        from tests.backbones import tiny_clip
+
+        tiny_clip.clip(folder / "clip")
+        code(folder / "clip", canary)
+        change(folder / "clip", canary)
+
+    return write
+
+
+def clip_values(file: str, **values: Any) -> Write:
+    return clip_folder(lambda clip, canary: edit(clip / file, lambda content: content.update(values)))
+
+
+def _parts_outside(clip: Path, canary: Path) -> None:
+    shutil.move(clip / "model.safetensors", clip.parents[1] / "outside" / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"logit_scale": "../../outside/model.safetensors"}}
+    (clip / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _pickled_clip(clip: Path, canary: Path) -> None:
+    import torch
+
+    (clip / "model.safetensors").unlink()
+    torch.save({"logit_scale": Evil(canary)}, clip / "pytorch_model.bin")
+
+
+def _modules(export: Path, canary: Path) -> None:
+    code(export, canary)
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Tok"}]
+    (export / "modules.json").write_text(json.dumps(modules))
+    (export / "config_sentence_transformers.json").write_text(json.dumps({"trust_remote_code": True}))
+
+
+def _linked(name: str) -> Write:
+    def write(export: Path, canary: Path) -> None:
+        outside = export.parents[1] / "outside" / "precious.txt"
+        if "/" in name:  # its folder is the link
+            shutil.copytree(export / "text", outside.parent / "text")
+            shutil.rmtree(export / "text")
+            (export / "text").symlink_to(outside.parent / "text")
+        else:
+            (export / name).unlink(missing_ok=True)
+            (export / name).symlink_to(outside)
+
+    return export_with(write, "bert", sealed=False)
+
+
+CLIP: Sequence[Command] = [["eval", "--model", name] for name in ("clip", "transformers:clip")]
+HUB = [
+    *(
+        Case(
+            name=f"hub-code-of-{entry}", write=clip_values(file, auto_map={entry: "evil.Conf"}), commands=CLIP,
+            says=["auto_map names code"],
+        )
+        for file, entry in (
+            ("config.json", "AutoModel"), ("tokenizer_config.json", "AutoTokenizer"),
+            ("preprocessor_config.json", "AutoImageProcessor"),
+        )
+    ),
+    Case(name="hub-weights-pickled", write=clip_folder(_pickled_clip), commands=CLIP, says=["no model.safetensors"]),
+    Case(name="hub-parts-outside", write=clip_folder(_parts_outside), commands=CLIP, says=["index.json"]),
+    Case(
+        name="hub-modules-of-code", write=export_with(_modules), status=0,
+        commands=[_from_pretrained, _load_model, ["share", "export", "--to", "shared"]],
+    ),
+    *(
+        Case(name=f"hub-link-{name}", write=_linked(name), commands=[SHARE], says=["a link to another folder"])
+        for name in ("README.md", "open_clip_model.safetensors", "coder_export.json", "text/config.json")
+    ),
+]  # fmt: skip
+
+CASES = [*RUNS, *EXPORTS, *REGIONS, *RECIPES, *HUB]

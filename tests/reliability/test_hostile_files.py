@@ -33,6 +33,7 @@ def test_names_are_unique() -> None:
         (lambda: __import__("subprocess").run("true", shell=True), "started a program"),
         (lambda: open("../outside-file", "w").close(), "opened for writing outside"),
         (lambda: __import__("os").mkdir("../new"), "changed outside"),
+        (lambda: open("../outside/precious.txt").read(), "read outside"),
         (lambda: exec(compile("1", str(Path.cwd() / "code.py"), "exec")), "ran Python code"),
         (lambda: __import__("socket").create_connection(("127.0.0.1", 9), 0.1), "connected"),
         (lambda: __import__("huggingface_hub").hf_hub_download("somebody/evil", "config.json"), "connected"),
@@ -41,6 +42,8 @@ def test_names_are_unique() -> None:
 )
 def test_the_harness_sees_what_a_command_does(act, event: str, tmp_path: Path) -> None:
     (tmp_path / "case").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious.txt").touch()
     outcome = run(act, (tmp_path / "case"), seconds=20)
     assert any(event in each for each in outcome.events), outcome
 

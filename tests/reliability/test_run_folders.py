@@ -11,7 +11,6 @@ import pytest
 from tiny_run import options, trainer
 
 from coder_plugin import Trainer
-from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.options import resolve_config
 from tests.reliability import ranks as forked
@@ -83,13 +82,6 @@ def test_a_name_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(CoderError, match="is not a folder's name: leave out"):
         trainer(options(tmp_path / "logs", name=name))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_in_a_configuration_file_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"name": "../../x", "model": options(tmp_path)["model"], "workers": 0}))
-    assert main(["train", "--config", str(file), "--logs", str(tmp_path / "a" / "b"), "--train-num-samples", "8"]) == 2
-    assert "--name '../../x' is not a folder's name" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 ADDRESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

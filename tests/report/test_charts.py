@@ -73,6 +73,7 @@ def test_a_histogram_counts_everything_once(drawn: list[Any]) -> None:
         histogram({"a": [float("nan")]}, x_label="norm")
     low, high = drawn[2].axes[0].get_xlim()
     assert high - low > 0.01  # rounding is no spread
+    assert not {"0.5", "0.50", "0.25"} & {*texts(histogram({"a": [0, 0]}, x_label="steps", integers=True))}
 
 
 def test_texts_are_escaped_and_never_mathematics() -> None:

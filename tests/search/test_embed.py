@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import io
+import os
 import pickle
 import tarfile
 import threading
@@ -105,6 +106,10 @@ def test_regions_with_tokens(tmp_path: Path) -> None:
     cells = [read_npy(each) for _, batch in table.batches(["image_tokens_tokens"]) for each in batch.column(0).to_pylist()]
     for cell, tokens in zip(cells, encoded.items.images["tokens"], strict=True):
         np.testing.assert_allclose(cell, tokens[: len(cell)].numpy(), atol=2e-3)
+    os.utime(Path(data) / "dev_ims.npy", ns=(1, 1))
+    embedding._opened.cache_clear()  # as another process
+    with pytest.raises(CoderError, match="the files of regions have changed"):
+        job.run(shown=False)
     rows = [row for _, batch in table.batches(["text_tokens_tokens"]) for row in batch.column(0).to_pylist()]
     texts = [read_npy(each) for row in rows for each in row]
     assert len(texts) == len(encoded.captions) and texts[0].dtype == np.float16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -251,42 +250,6 @@ def test_damaged_and_torn_files_are_named(tmp_path: Path) -> None:
             unfinished = name.name == "index.json" and change == "gone"
             with pytest.raises(CoderError, match="holds no index yet" if unfinished else name.name):
                 Index(tmp_path / "index", verify=True)
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        ({"format": "coder-plugin index 2"}, "has another format"),
-        ({"embeddings": {"../e/00000000.parquet": [1, 1]}}, "is damaged .file '../e/00000000.parquet'"),
-        ({"embeddings": {"/etc/passwd": [1, 1]}}, "is damaged .file '/etc/passwd'"),
-        ({"sizes": {"embeddings/../x.faiss": 1}}, "is damaged"),
-        ({"images": -1}, "is damaged .a size"),
-        ({"images": 10**9}, "is damaged .images"),
-        ({"model": "x"}, "is damaged"),
-        ({"vectors": {"sounds": {"dimensions": 8, "views": 1}}}, "is damaged"),
-        ({"vectors": {"images": {"dimensions": 9, "views": 1}}}, "is damaged"),
-        ({"columns": {"source": "blob"}}, "is damaged"),
-        ({"captions": 9}, "starts-00001.npy is damaged"),
-        ({"tokens": ["image_tokens_t/../x"]}, "damaged"),
-    ],
-)
-def test_somebody_elses_note_is_checked(change: dict[str, Any], text: str, tmp_path: Path) -> None:
-    embed(tmp_path / "e", tokens=True)
-    build_index(tmp_path / "index", tmp_path / "e")
-    path = tmp_path / "index" / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(CoderError, match=text):
-        Index(tmp_path / "index")
-
-
-def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
-    embed(tmp_path / "e")
-    build_index(tmp_path / "index", tmp_path / "e")
-    path = tmp_path / "index" / "embeddings" / "00000001.parquet"
-    path.unlink()
-    path.symlink_to(tmp_path / "e" / "00000001.parquet")
-    with pytest.raises(CoderError, match="00000001.parquet is a link to another folder: copy the file"):
-        Index(tmp_path / "index")
 
 
 def build_on_a_rank(model: str, folder: str) -> int:

@@ -71,19 +71,6 @@ def test_a_model_that_a_note_names_is_not_fetched(tmp_path: Path) -> None:
         add(folder, {"data": "scenes"})
 
 
-CHANGES = [{"build": "x"}, {"tokens": ["../../x"]}, {"tokens": [1]}, {"sizes": {}}, {"options": None}, {"all_vectors": 3}]
-
-
-@pytest.mark.parametrize("changed", CHANGES, ids=str)
-def test_notes_of_another_form_are_refused_in_one_line(changed: dict[str, object], tmp_path: Path) -> None:
-    embed(tmp_path / "e")
-    build_index(tmp_path / "index", tmp_path / "e")
-    path = tmp_path / "index" / NOTE
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(CoderError, match="is damaged"):
-        Index(tmp_path / "index")
-
-
 def test_results_of_filters_are_not_kept_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coder_plugin.search.records._BYTES", 5000)
     embed(tmp_path / "e")

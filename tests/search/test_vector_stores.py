@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,17 @@ from tests.search.made import embed
 def test_a_store_finds_what_the_index_does(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
-    embed(tmp_path / "e", units=2, rows=150)
+    embed(tmp_path / "e", units=2, rows=30)  # Qdrant commits each point
     build_index(tmp_path / "index", tmp_path / "e")
     index = Index(tmp_path / "index")
     texts = [block.text for block in blocks(ROOT / "docs" / "vector_stores.md", "python")]
     [snippet] = [text for text in texts if f"import {library}" in text or f"from {library}" in text]
+    fill, ask = re.split(r"^(?=found = |results = )", snippet, maxsplit=1, flags=re.M)
     queries = np.random.default_rng(5).standard_normal((10, 8), dtype=np.float32)
-    for number, query in enumerate(queries if library == "lancedb" else queries[:1]):
-        given = {"vector": query.tolist(), "folder": str(tmp_path / "index" / "embeddings")}
-        exec(snippet, given)
+    given = {"vector": queries[0].tolist(), "folder": str(tmp_path / "index" / "embeddings")}
+    exec(fill, given)
+    for query in queries:
+        exec(ask, given | {"vector": query.tolist()}, results := {})  # type: ignore[var-annotated]
         scores, rows = index.search(query[None], 10)
-        assert [key for key, _ in given["results"]] == [each.key for each in index.records.images(rows[0].tolist())], number
-        np.testing.assert_allclose([score for _, score in given["results"]], scores[0], atol=1e-5)
+        assert [key for key, _ in results["results"]] == [each.key for each in index.records.images(rows[0].tolist())]
+        np.testing.assert_allclose([score for _, score in results["results"]], scores[0], atol=1e-5)

@@ -148,6 +148,8 @@ UPLOADS: dict[str, tuple[dict[str, Any], int, str]] = {
     "text too": ({"files": {"picture": png()}, "data": {"text": "x"}}, 422, "text: no such field"),
     "unknown": ({"files": {"picture": png()}, "data": {"size": "9"}}, 422, "size: no such field"),
     "filters": ({"files": {"picture": png()}, "data": {"filters": "{"}}, 422, "filters: Invalid JSON"),
+    "two": ({"files": [("picture", png()), ("picture", png((8, 8)))]}, 422, "picture: the form has 2 of it: give one"),
+    "k twice": ({"files": {"picture": png()}, "data": {"k": ["2", "3"]}}, 422, "k: the form has 2 of it"),
     "no form": ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
     "kind": ({"content": png(), "headers": {"content-type": "image/png"}}, 422, "picture: Field required"),
     "no kind": ({"content": b"{}"}, 422, "picture: Field required"),

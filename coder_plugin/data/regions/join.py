@@ -60,7 +60,7 @@ class RegionSource:
     def __init__(self, captions: Source, regions: RegionFile, *, max_missing: float | None = None) -> None:
         self.name = captions.name
         self.captions: Any = captions
-        self._regions = regions
+        self.regions = regions
         in_memory = isinstance(captions, ItemSource)
         items = [without_image(item) for _, item in islice(captions.items(), None if in_memory else FIRST)]
         which = "images" if in_memory else "images at its start"
@@ -96,7 +96,7 @@ class RegionSource:
         return map(self.with_regions, self.captions.part(part, parts, **order))
 
     def digest(self) -> dict[str, Any]:
-        files = getattr(self._regions, "files", ())
+        files = getattr(self.regions, "files", ())
         return {**self.captions.digest(), "regions": [file_state(path) for path in files]}
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
@@ -108,9 +108,9 @@ class RegionSource:
         if item.fault is not None:
             return item
         name = self._rule.apply(item)
-        if name is None or name not in self._regions:
+        if name is None or name not in self.regions:
             return replace(item, load=partial(_no_regions, item.key))
-        return replace(item, load=partial(_read, self._regions, name))
+        return replace(item, load=partial(_read, self.regions, name))
 
 
 def find_rule(items: Sequence[Item], regions: RegionFile, *, where: str) -> Rule:

@@ -105,14 +105,16 @@ def frozen_parts(model: nn.Module, unread: Collection[str]) -> dict[str, int]:
     """
 
     def parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
-        for name, part in (*module.named_parameters(recurse=False), *module.named_children()):
-            place = prefix + name
-            below = {place: part} if isinstance(part, nn.Parameter) else dict(part.named_parameters(place))
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
+            if not parameter.requires_grad and name not in unread:
+                yield name, parameter.numel()
+        for name, part in module.named_children():
+            below = dict(part.named_parameters(prefix + name))
             frozen = {key: each for key, each in below.items() if not each.requires_grad and key not in unread}
             if frozen and len(frozen) == len(below):
-                yield place, sum(each.numel() for each in frozen.values())
+                yield prefix + name, sum(each.numel() for each in frozen.values())
             elif frozen:
-                yield from parts(part, f"{place}.")
+                yield from parts(part, f"{prefix}{name}.")
 
     return {name: size for name, size in parts(model, "") if not name.startswith("coder.")}
 

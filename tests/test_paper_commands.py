@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,13 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coder_plugin import recipes
 from coder_plugin.cli import main
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import SHARDS
 from tests.backbones import tiny_bert
-from tests.documentation import ROOT
+from tests.documentation import ROOT, blocks
 from tests.training import region_data
 
+PAGE = ROOT / "docs" / "paper_and_code.md"
 #: Sizes of the paper's setting that a test cannot have.
 SMALL = ["--epochs", "1", "--max-steps", "2", "--batch-size", "8", "--workers", "0", "--warmup-epochs", "0"]
 SIZES = ["embed_dim=16", "context_length=16"]
@@ -137,3 +142,38 @@ def test_a_row_from_precomp_to_the_table(name: str, made: dict[str, str], tmp_pa
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "run"), "--val-data", test, "--split", "test", *flags]) == 0
     assert "R@sum" in capsys.readouterr().out
+
+
+def test_the_papers_number_of_training_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flickr30K's own captions less the test split and the first 1,000 of the validation split: 29,783 of 31,783 images. Here
+    there are 1,002 for validation, 3 for testing, and 9 that Karpathy's file leaves out."""
+    monkeypatch.chdir(tmp_path)
+    names = {"train": 4, "val": 1002, "test": 3}
+    images = [{"filename": f"{split}{n}.jpg", "split": split} for split, count in names.items() for n in range(count)]
+    Path("dataset_flickr30k.json").write_text(json.dumps({"images": images}))
+    files = [each["filename"] for each in images] + [f"left{n}.jpg" for n in range(9)]
+    lines = [f'{name}#{n}\tA dog , " {name} " {n} .\n' for name in files for n in range(5)]
+    Path("results_20130124.token").write_text("".join(lines), encoding="utf-8")
+    [block] = blocks(PAGE, "python")
+    exec(block.text, {})
+    rows = {split: list(csv.reader(open(f"{split}.csv", newline=""))) for split in ("train", "dev", "test")}
+    assert [len({name for name, _ in table[1:]}) for table in rows.values()] == [15, 1000, 3]
+    assert {name for name, _ in rows["train"][1:]} == {
+        *(f"train{n}.jpg" for n in range(4)), "val1000.jpg", "val1001.jpg", *(f"left{n}.jpg" for n in range(9))
+    }  # fmt: skip
+    assert rows["train"][:2] == [["filepath", "title"], ["train0.jpg", 'A dog , " train0.jpg " 0 .']]
+    [text] = [block.text for block in blocks(PAGE, "bash") if "f30k_29783" in block.text]
+    (line,) = (line.strip() for line in text.splitlines() if "coder-plugin" in line)
+    record = next(region_data.records("train"))
+    SHARDS.write("REGIONS", (record._replace(name=Path(name).stem) for name in files), split="train")
+    for split, table in rows.items():
+        assert main(shlex.split(line.replace("$split", split))[1:]) == 0
+        ids = Path("f30k_29783", f"{split}_ids.txt").read_text().split()
+        assert len(np.load(f"f30k_29783/{split}_ims.npy", mmap_mode="r")) == len({name for name, _ in table[1:]})
+        assert len(Path("f30k_29783", f"{split}_caps.txt").read_text().splitlines()) == len(table) - 1 == 5 * len(set(ids))
+
+
+def test_the_page_names_recipes_that_exist() -> None:
+    named = set(re.findall(r"`((?:coder|ascl|selfalign|camera|vsrn|vse)[\w/.-]*)`", PAGE.read_text(encoding="utf-8")))
+    known = {*recipes.names(), *recipes.objectives(), "coder", "camera"}
+    assert {"coder-f30k-printed", "ascl/fig3-join"} <= named and named - {"ascl/table2-coco-"} <= known, named - known

@@ -460,6 +460,10 @@ def test_the_command_lists_and_prints(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert printed.startswith("[objectives.coder-clip]\n") and "[recipes.coder-clip]\n" in printed
     assert "dcl.effective_negatives = 255\n" in printed and "lr = 1e-05" in printed
+    assert main(["recipes", "ascl-f30k-printed"]) == 0
+    own, printed_, fusion = capsys.readouterr().out.split("\n\n# [objectives.")
+    assert own.startswith("[recipes.ascl-f30k-printed]\n") and fusion.startswith("ascl-fusion]\n")
+    assert '# loss = "ascl-fusion"\n' in printed_ and '# asymmetry.noise_at = "output"' in printed_
     assert main(["recipes", "coder-f3k"]) == 2
     assert "did you mean 'coder-f30k'" in capsys.readouterr().err
 

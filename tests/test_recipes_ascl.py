@@ -16,7 +16,7 @@ from tests.recipe_numbers import configuration, first_rate, owners, rates, resol
 FUSED: dict[str, Any] = {
     "ascl": 1.0, "ascl.similarity": "fusion", "ascl.temperature": 0.01, "ascl.mask_same_image": True,
     "asymmetry.negatives": "mixture", "asymmetry.positives": "join+truncate", "asymmetry.noise_at": "input",
-    "fusion.local_weight": 0.6, "fusion.init": "identity",
+    "fusion.local_weight": 0.6, "fusion.init": "identity", "fusion.heads": 4,
 }  # fmt: skip
 #: The cosine's loss besides, which is ours.
 HYBRID = {**FUSED, "ascl_2": 1.0, **{key.replace("ascl.", "ascl_2."): value for key, value in FUSED.items() if "ascl." in key}}

@@ -88,6 +88,10 @@ def test_a_row_differs_as_table_4_does(row, terms, heads, changed):
     assert recipes.load(ROWS[row]).settings == recipes.load(ROWS[0]).settings
 
 
+def test_the_formulas_to_the_letter():
+    assert str(objective_of("selfalign-printed")) == "lca(assignment=softmax) + cra(mask_same_image=false)"
+
+
 def test_what_the_paper_prints():
     camera, coco = (recipes.load(name).settings for name in ("selfalign-camera", "selfalign-camera-coco"))
     vsrn, vsrn_coco = (recipes.load(name).settings for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
@@ -145,12 +149,12 @@ _VIEWS = {"view_diversity": 0.01, "view_diversity.reduction": "sum"}
 _LCA = {
     "lca": 1.0, "lca.temperature": 0.1, "lca.assignment": "sinkhorn", "lca.epsilon": 0.05, "lca.iterations": 2,
     "lca.direction": "word_to_region",
-    "alignment.prototypes": 1024, "alignment.words": "all", "alignment.freeze_steps": 0,
+    "alignment.prototypes": 1024, "alignment.words": "all", "alignment.freeze_steps": 0, "alignment.init": "random",
 }  # fmt: skip
 _CRA = {
     "cra": 1.0, "cra.temperature": 0.7, "cra.hard_negatives": 512, "cra.margin": 0.2, "cra.hardest": True,
-    "cra.reduction": "sum", "cra.ca_on": "context",
-    "contexts.branches": "both", "contexts.gate": "linear", "contexts.weight": 1.0,
+    "cra.reduction": "sum", "cra.ca_on": "context", "cra.mask_same_image": True,
+    "contexts.branches": "both", "contexts.gate": "linear", "contexts.score": "cosine_of_mean", "contexts.weight": 1.0,
 }  # fmt: skip
 ON_CAMERA: dict[str, Any] = {**_BASE, **_VIEWS, **_LCA, **_CRA}
 ON_VSRN: dict[str, Any] = {

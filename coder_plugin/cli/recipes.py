@@ -60,13 +60,26 @@ def list_recipes(*, tables: bool = False) -> str:
 
 
 def print_recipe(name: str) -> str:
-    """A recipe as TOML with everything that it inherits, the objective of that name before it, if there is one."""
-    from coder_plugin import recipes
+    """A recipe as TOML with everything that it inherits, the objective of that name before it, if there is one.
 
-    tables = []
+    Comments after it hold the objectives that its loss names, and those that they name, with their options.
+    """
+    from coder_plugin import recipes
+    from coder_plugin.expression import Expression
+
     objective = None if name.endswith(".toml") else recipes.find_objective(name)
-    if objective is not None:
-        tables.append(objective.to_toml())
+    shown = [] if objective is None else [objective]
+    tables = [each.to_toml() for each in shown]
+    losses = [each.loss for each in shown]
     if objective is None or recipes.has_recipe(name):
-        tables.append(recipes.load(name).to_toml())
+        recipe = recipes.load(name)
+        tables.append(recipe.to_toml())
+        losses.append(recipe.loss)
+    for loss in losses:  # which grow
+        for item in Expression.parse(loss).items:
+            named = recipes.find_objective(item.name)
+            if named is not None and named not in shown:
+                shown.append(named)
+                tables.append("\n".join(f"# {line}".rstrip() for line in named.to_toml().splitlines()))
+                losses.append(named.loss)
     return "\n\n".join(tables)

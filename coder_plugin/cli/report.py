@@ -27,7 +27,10 @@ class Command(ExportFlag):
     output: str | None = option(
         None, "the file to write [RUN/report.html; of several, comparison.html beside the first]", metavar="FILE"
     )
-    images: int | None = option(None, "number of queries of each kind, and of sample images [6]")
+    images: int | None = option(
+        None, "number of queries of each kind, and of sample images [6]; of several runs, opens their models to show queries "
+        "and maps side by side [no models]"
+    )  # fmt: skip
     split: str | None = option(None, "split of Karpathy files, precomp folders and scenes [val]")
 
 
@@ -37,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="one HTML file of a training run: recall, results, curves, state; or of several, compared",
         description="Write one self-contained HTML file about a run: recall, best and worst queries, curves, options, a map of "
         "the embeddings, concepts, banks. A section without data says why. Several runs are compared: recall, curves, the "
-        "options that differ, time per epoch.",
+        "options that differ, time per epoch; with --images also queries and maps side by side.",
     )
     add_command(parser, Command, run, options=_OPTIONS)
 
@@ -49,17 +52,17 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
         check_folder(folder, "a run", command="coder-plugin train")
     shown = {name: getattr(arguments, name) for name in ("split", "images") if getattr(arguments, name) is not None}
     where: dict[str, Any] = {"export": arguments.export, "output": arguments.output}
+    if len(arguments.run_folder) > 1 and arguments.images is None and (shown or options):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in (*shown, *options))
+        raise CoderError(
+            f"several runs are compared by what they have logged: leave out {given}, or add --images N to open their models"
+        )
+    check_options(options, reads=["val_data", "image_root"])
     if len(arguments.run_folder) > 1:
         from coder_plugin.report.compare import compare_runs
 
-        if others := [f"--{name.replace('_', '-')}" for name in (*shown, *options)]:
-            raise CoderError(
-                f"several runs are compared by what they have logged: leave out {', '.join(others)} "
-                "(coder-plugin eval RUN RUN measures them on other data)"
-            )
-        echo(compare_runs(arguments.run_folder, **where))
+        echo(compare_runs(arguments.run_folder, options=options, **shown, **where))
         return 0
-    check_options(options, reads=["val_data", "image_root"])
     from coder_plugin.report.run import report_run
 
     echo(report_run(arguments.run_folder[0], options, **shown, **where))

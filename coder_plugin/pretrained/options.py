@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coder_plugin import recipes
+from coder_plugin import recipes, registry
 from coder_plugin.config import LOSS_OPTIONS, SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import format_value
@@ -60,6 +60,11 @@ def resolve_config(
     if data.on_scenes:
         unused = settings.pop("model", None)  # the scenes are pictures, whatever model the recipe is for
         if unused is not None and "model" not in options:
+            if unused in registry.names("backbones"):
+                raise CoderError(
+                    f"{recipe_name}: its {unused} reads region features, and no data are named: add --train-data, such as "
+                    f"f30k_precomp; to try its loss on the built-in scenes add --model {SCENES_DEFAULTS['model']}"
+                )
             text = "the built-in scenes train %s, not the recipe's %s: for that give --train-data, and --model for pictures"
             logging.warning(text, SCENES_DEFAULTS["model"], unused)
     elif "model" not in options and "model" not in settings:

@@ -112,13 +112,15 @@ def histogram(groups: Mapping[str, Sequence[float]], *, x_label: str, integers: 
     return result[0]
 
 
-def scatter(images: np.ndarray, texts: np.ndarray) -> Html:
-    """Points [N, 2] of images and of their captions, with a line between the two."""
+def scatter(images: np.ndarray, texts: np.ndarray, *, linked: bool = True) -> Html:
+    """Points [N, 2] of images and [T, 2] of captions, of each image one and with a line between the two if ``linked``."""
     with _axes("", size=(7, 5)) as (axes, result):
-        links = np.stack([images, texts, np.full_like(images, np.nan)], 1).reshape(-1, 2)  # a gap after each pair
-        axes.plot(*links.T, color=_QUIET, lw=0.4, alpha=0.5)
-        axes.plot(*images.T, "o", color=colour(0), ms=3.5, label="images")
-        axes.plot(*texts.T, "x", color=colour(1), ms=4, label="captions")
+        if linked:
+            links = np.stack([images, texts, np.full_like(images, np.nan)], 1).reshape(-1, 2)  # a gap after each pair
+            axes.plot(*links.T, color=_QUIET, lw=0.4, alpha=0.5)
+        small = 1.0 if linked else 0.6
+        axes.plot(*texts.T, "x", color=colour(1), ms=4 * small, label="captions")
+        axes.plot(*images.T, "o", color=colour(0), ms=3.5 * small, label="images")
         axes.set(xticks=(), yticks=(), aspect="equal")
         _legend(axes)
     return result[0]

@@ -1,6 +1,7 @@
 """Several runs on one page: one table of recall, length, time, and the options that differ, and curves over each other.
 
-Only the runs' own files are read, no model and no data. What a run lacks is named, and the rest is shown.
+Only the runs' own files are read, no model and no data, unless it is asked for what the models find. What a run lacks is
+named, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -37,19 +38,31 @@ class Run(NamedTuple):
     folder: RunFolder
 
 
-def compare_runs(folders: Sequence[str | Path], *, output: str | Path | None = None, export: str | None = None) -> Path:
+def compare_runs(
+    folders: Sequence[str | Path],
+    *,
+    output: str | Path | None = None,
+    export: str | None = None,
+    images: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    split: str = "val",
+) -> Path:
     """Write a page that compares training runs.
 
     Args:
         folders: two or more runs' folders. Differences are to the first.
         output: the file to write; None: ``comparison.html`` beside the first run's folder.
         export: whose results are compared, "best" or "last"; None: the best.
+        images: open the models too, and show so many queries of each kind with what each run finds, and a map of each run's
+            images and captions; None: open none.
+        options: of model and data, by flag name, such as ``val_data``; they replace the runs'. split: of the data.
 
     Returns:
         The file.
 
     Raises:
-        CoderError: fewer than two runs, one named twice, a folder that is no run's, or a file that cannot be written.
+        CoderError: fewer than two runs, one named twice, a folder that is no run's, a file that cannot be written, or models
+            that cannot be opened or read different data.
 
     Example:
         >>> compare_runs(["logs/one"])
@@ -70,6 +83,18 @@ def compare_runs(folders: Sequence[str | Path], *, output: str | Path | None = N
         Section("runs", "Results, and what differs", attempt(_table, runs, export or "best")),
         Section("curves", "Curves", attempt(_curves, runs)),
     ]
+    if images is not None:
+        from coder_plugin.report import beside
+
+        if images < 1:
+            raise CoderError(f"--images is {images}; it must be 1 or more")
+        named = {f"{run.number} {run.name}": run.folder for run in runs}
+        opened = beside.open_runs(named, options or {}, export=export, split=split)
+        shown += [
+            Section("recall", "Recall, measured again", attempt(beside.recall, opened)),
+            Section("examples", "Queries side by side", attempt(beside.queries, opened, images)),
+            Section("map", "Images and all captions", attempt(beside.maps, opened)),
+        ]
     return write_page(path, f"{len(runs)} training runs compared", shown, problems=problems)
 
 

@@ -5,7 +5,7 @@ Shapes: N images, T captions (texts), D dimensions, V features of an image, C ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,8 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.page import Block, heading
 
 Way = Literal["i2t", "t2i"]
+#: With their titles.
+WAYS: dict[Way, str] = {"t2i": "Text to image", "i2t": "Image to text"}
 #: Pairs that are scored at once.
 _PAIRS = 1024
 _SHOWN = 5
@@ -59,12 +61,28 @@ def query_blocks(
         result: of recall, with ``t2i_ranks`` and ``i2t_ranks``.
         count: queries of each kind. depth: as in :func:`best_and_worst`.
     """
-    ways: dict[Way, str] = {"t2i": "Text to image", "i2t": "Image to text"}
-    chosen = {way: best_and_worst(encoded, way, result[f"{way}_ranks"], count=count, depth=depth) for way in ways}
+    chosen = {way: best_and_worst(encoded, way, result[f"{way}_ranks"], count=count, depth=depth) for way in WAYS}
+    titled = {
+        f"{WAYS[way]}, {which}": [(way, each, "") for each in side]
+        for way, sides in chosen.items()
+        for side, which in zip(sides, ("best", "worst"), strict=True)
+    }
+    return example_blocks(encoded, source, pictures, titled)
+
+
+def example_blocks(
+    encoded: Encoded, source: Any, pictures: Any, titled: Mapping[str, Sequence[tuple[Way, Example, str]]]
+) -> list[Block]:
+    """Queries with what they find, under titles; a title without queries is left out.
+
+    Args:
+        encoded: whose captions and images the examples name; their scores may be another model's of the same data.
+        source, pictures: as in :func:`query_blocks`.
+        titled: by title the examples with their direction, and a text after their rank.
+    """
     rows: set[int] = set()
-    for way, sides in chosen.items():
-        for each in (one for side in sides for one in side):
-            rows.update([each.query] if way == "i2t" else [hit.index for hit in (*each.hits, each.truth)])
+    for way, each, _ in (one for side in titled.values() for one in side):
+        rows.update([each.query] if way == "i2t" else [hit.index for hit in (*each.hits, each.truth)])
     items = items_of(source, encoded, rows)
     shown = shown_images(items, pictures)
 
@@ -76,18 +94,14 @@ def query_blocks(
         lead += "product " if hit.behind else ""
         return {"image": None, "score": hit.score, "right": hit.right, "lead": lead, **content}
 
-    def block(way: Way, each: Example) -> Block:
+    def block(way: Way, each: Example, after: str) -> Block:
         subject = {"caption": encoded.captions[each.query]} if way == "t2i" else {"image": image(each.query)}
         hits = [candidate(way, hit) for hit in each.hits]
         if not any(hit.right for hit in each.hits):
             hits.append(candidate(way, each.truth, f"rank {each.rank + 1:,}: "))
-        return {"query": {"image": None, "caption": "", "rank": f"{each.rank + 1:,}", "hits": hits, **subject}}
+        return {"query": {"image": None, "caption": "", "rank": f"{each.rank + 1:,}{after}", "hits": hits, **subject}}
 
-    blocks: list[Block] = []
-    for way, title in ways.items():
-        for side, which in zip(chosen[way], ("best", "worst"), strict=True):
-            blocks += [heading(f"{title}, {which}"), *(block(way, each) for each in side)] if side else []
-    return blocks
+    return [made for title, side in titled.items() if side for made in (heading(title), *(block(*each) for each in side))]
 
 
 def best_and_worst(
@@ -103,7 +117,7 @@ def best_and_worst(
         depth: candidates that the fusion score re-ranks, for a model that has one; None: all.
     """
     taken: set[int] = set()
-    find = _finder(encoded, way, depth)
+    find = finder(encoded, way, depth)
 
     def chosen(order: Iterable[int]) -> list[Example]:
         queries: list[int] = []
@@ -117,7 +131,7 @@ def best_and_worst(
     return chosen(ranks.argsort(stable=True).tolist()), chosen((-ranks).argsort(stable=True).tolist())
 
 
-def _finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
+def finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
     """A function from a query to its candidates as recall orders them: at equal scores, wrong before right."""
     items, owner = encoded.items, encoded.image_of_text
     vectors = Products(encoded.images, encoded.texts)

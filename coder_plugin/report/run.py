@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -124,30 +125,41 @@ def report_run(
     if images < 1:
         raise CoderError(f"--images is {images}; it must be 1 or more")
     run = RunFolder.read(folder)
-    options = dict(options)
-    if options.get("val_data") and not options.get("train_data"):
-        options["train_data"] = options["val_data"]  # not the built-in scenes
     model: dict[str, Any] = {}
     try:
-        export = export or default_export(run.path)
-        data = saved_data_config(run.path, options)
-        source = make_source(data, split=split)
-        if source is None:
-            raise CoderError("the run had no validation data: name some with --val-data")
-        intermediates = LOCALS if sections.aligns(run) else ()
-        trained = open_pretrained(
-            run.path, options, export=export, name=f"export/{export}", source=source, return_intermediates=intermediates
-        )
-        encoder = trained.encoder()
-        pictures = pictures_under_regions(data, split)
-        model = {"encoder": encoder, "source": source, "pictures": pictures, "weights": f"export/{export}"}
-        model["encoded"] = encoder(source)
+        opened = open_run(run, options, export=export, split=split)
+        model = {field.name: getattr(opened, field.name) for field in fields(opened)}
     except (CoderError, OSError) as error:
         if options.get("val_data"):  # named by the user: do not replace a fuller report by a poorer one
             raise CoderError(str(error)) from error
         log.warning("the report shows no results of the model: %s", error)
         model = {"reason": str(error)}
     return write_report(run.path, output=output, images=images, **model)
+
+
+def open_run(run: RunFolder, options: Mapping[str, Any], *, export: str | None = None, split: str = "val") -> Evaluated:
+    """A run's model, with the data that it was validated on, or others, encoded.
+
+    Args:
+        options, export, split: as in :func:`report_run`.
+
+    Raises:
+        CoderError: the model or the data cannot be opened.
+    """
+    options = dict(options)
+    if options.get("val_data") and not options.get("train_data"):
+        options["train_data"] = options["val_data"]  # not the built-in scenes
+    export = export or default_export(run.path)
+    data = saved_data_config(run.path, options)
+    source = make_source(data, split=split)
+    if source is None:
+        raise CoderError("the run had no validation data: name some with --val-data")
+    intermediates = LOCALS if sections.aligns(run) else ()
+    trained = open_pretrained(
+        run.path, options, export=export, name=f"export/{export}", source=source, return_intermediates=intermediates
+    )
+    encoder = trained.encoder()
+    return Evaluated(encoder, source, encoder(source), f"export/{export}", pictures_under_regions(data, split))
 
 
 def _sections(run: RunFolder, model: Evaluated | None, images: int, reason: str) -> list[Section]:

@@ -93,19 +93,34 @@ def examples(model: Evaluated, measured: Mapping[str, Any], images: int) -> list
 
 def vector_map(model: Evaluated) -> list[Block]:
     """Images spread evenly over the data, each with its first caption, by t-SNE."""
-    encoded = model.encoded
+    return figures([map_figure(model.encoded, "Images and captions", images=_PAIRS)], wide=True)
+
+
+def map_figure(encoded: Encoded, name: str, *, images: int, all_captions: bool = False) -> Figure:
+    """A t-SNE of images that are spread evenly over the data, with the first caption of each or all of them.
+
+    Args:
+        images: how many at most.
+        all_captions: without lines between an image and its captions.
+
+    Raises:
+        CoderError: fewer than two images have a caption, or scikit-learn is not installed.
+    """
     chosen = first_captions(encoded.image_of_text, len(encoded.images))
-    chosen = chosen[torch.linspace(0, len(chosen) - 1, min(_PAIRS, len(chosen))).round().long()]
+    chosen = chosen[torch.linspace(0, len(chosen) - 1, min(images, len(chosen))).round().long()]
     if len(chosen) < 2:
         raise CoderError("a map needs two images or more")
-    images, texts = encoded.images[chosen[:, 0]].float(), encoded.texts[chosen[:, 1]].float()
-    if images.ndim == 3:  # of an image's several vectors the one that is most similar to the caption
-        best = (images * texts[:, None]).sum(-1).argmax(1)
-        images = images[torch.arange(len(images)), best]
-    points = tsne(torch.cat([images, texts]).numpy())
-    text = f"{len(images)} images, each with its first caption and a line between the two, by t-SNE"
-    chart = scatter(points[: len(chosen)], points[len(chosen) :])
-    return figures([Figure("Images and captions", chart, text)], wide=True)
+    rows, captions = chosen.T
+    points = encoded.images[rows].float()
+    if points.ndim == 3:  # of an image's several vectors the one that is most similar to the caption
+        best = (points * encoded.texts[captions, None].float()).sum(-1).argmax(1)
+        points = points[torch.arange(len(points)), best]
+    if all_captions:
+        captions = torch.isin(encoded.image_of_text, rows).nonzero().squeeze(1)
+    placed = tsne(torch.cat([points, encoded.texts[captions].float()]).numpy())
+    of = f"and their {len(captions)} captions" if all_captions else "each with its first caption and a line between the two"
+    chart = scatter(placed[: len(rows)], placed[len(rows) :], linked=not all_captions)
+    return Figure(name, chart, f"{len(rows)} images{' ' if all_captions else ', '}{of}, by t-SNE")
 
 
 def first_captions(image_of_text: Tensor, images: int) -> Tensor:

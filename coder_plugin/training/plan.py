@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig, get_option, options_by_name
@@ -28,10 +29,11 @@ _ALWAYS = ("lr", "wd", "warmup")
 
 #: The objectives whose options are those that the papers print; what they do not set is the default.
 _PRINTED = "coder-printed + ascl-printed + selfalign-printed"
-#: Options that no paper prints.
+#: Options that no paper prints: of any term or head, or of one.
 _NOT_PRINTED = frozenset(
     "vocabulary recluster steps_per_epoch effective_negatives warmup reduction freeze_steps init recompute pairs_per_tile "
-    "bank_dtype mode weight iterations heads".split()
+    "bank_dtype mode weight iterations heads diversity_gradient margin "
+    "concepts.threshold concepts.scale concepts.norm lca.epsilon".split()
 )
 #: Values that a paper prints for one of its data sets.
 _PRINTED_FOR_ONE = {
@@ -65,6 +67,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         "outputs": {key: ["B", *value.shape[1:]] if value.ndim else [] for key, value in outputs.items()},
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "frozen": frozen_parts(model, trainer.frozen),
         "frozen because no term reads them": trainer.frozen,
         "training data": {
             "name": loader.source.name,
@@ -89,6 +92,33 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def frozen_parts(model: nn.Module, unread: Collection[str]) -> dict[str, int]:
+    """The parts of the towers that flags, a recipe or the model freezes, with the number of their frozen parameters.
+
+    Args:
+        unread: parameters that are frozen for another reason, and are left out.
+
+    Example:
+        >>> towers = nn.ModuleDict({"visual": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "text": nn.Linear(2, 1)})
+        >>> frozen_parts(towers.requires_grad_(False), ["text.bias"])
+        {'visual': 9, 'text.weight': 2}
+    """
+
+    def parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
+            if not parameter.requires_grad and name not in unread:
+                yield name, parameter.numel()
+        for name, part in module.named_children():
+            below = dict(part.named_parameters(prefix + name))
+            frozen = {key: each for key, each in below.items() if not each.requires_grad and key not in unread}
+            if frozen and len(frozen) == len(below):
+                yield prefix + name, sum(each.numel() for each in frozen.values())
+            elif frozen:
+                yield from parts(part, f"{prefix}{name}.")
+
+    return {name: size for name, size in parts(model, "") if not name.startswith("coder.")}
+
+
 def not_as_printed(objective: Objective, heads: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Options of the papers' terms and heads whose value is not the one that their paper prints, as ``{"value", "printed"}``.
 
@@ -108,7 +138,7 @@ def not_as_printed(objective: Objective, heads: Iterable[str]) -> dict[str, dict
         for option, default in default_options(*owner).items():
             key, wanted = f"{owner[1]}.{option}", printed[owner].get(option, default)
             value = given[owner].get(option, default)
-            if option not in _NOT_PRINTED and value not in _PRINTED_FOR_ONE.get(key, (wanted,)):
+            if not {option, key} & _NOT_PRINTED and value not in _PRINTED_FOR_ONE.get(key, (wanted,)):
                 found[key] = {"value": value, "printed": wanted}
     return found
 
@@ -151,7 +181,7 @@ def format_plan(plan: Mapping[str, Any]) -> str:
             for name, each in plan["not as printed"].items()
         ),
         "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",
-        "frozen": ", ".join(plan["frozen because no term reads them"]),
+        "frozen": _name_frozen(plan["frozen"], plan["frozen because no term reads them"]),
         "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
         "validation data": "none" if validation is None else _name_data(validation),
         "batch": f"{pairs} pairs per step" + (f" ({per_forward} per process and forward)" if pairs != per_forward else ""),
@@ -174,6 +204,13 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
     lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
     return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
+
+
+def _name_frozen(parts: Mapping[str, int], unread: Sequence[str]) -> str:
+    """Of many parts, such as those between LoRA's, the first."""
+    named = [f"{name} ({size:,} parameters)" for name, size in parts.items()]
+    named = [*named[:6], f"{len(named) - 6} more"] if len(named) > 7 else named
+    return ", ".join([*named, *(f"{name} (no term reads it)" for name in unread)])
 
 
 def _name_data(data: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --recipe codr-f30k", ["unknown recipe 'codr-f30k'", "did you mean 'coder-f30k'?"]),
     ("train --recipe coder", ["'coder' is an objective, not a recipe", "use --loss coder"]),
     ("train --recipe mine.toml", ["mine.toml", "No such file"]),
+    ("train --recipe coder-f30k --dry-run", ["its region-bert reads region features", "add --train-data", "coder-tiny"]),
     ("train --config mine.json", ["--config mine.json", "No such file"]),
     ("train --config broken.json", ["--config broken.json", "line 1 column 2"]),
     ("train --config unknown.json", ["--config unknown.json", "unknown option batchsize", "did you mean batch_size?"]),

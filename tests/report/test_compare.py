@@ -169,8 +169,8 @@ def test_the_command(runs: list[Path], tmp_path: Path, capsys: Any) -> None:
     assert "132.0" in section((tmp_path / "new" / "x.html").read_text(encoding="utf-8"), "runs")
     capsys.readouterr()
     for flags, said in (
-        (["--images", "3"], "leave out --images"),
-        (["--val-data", "x.csv"], "leave out --val-data"),
+        (["--images", "0"], "--images is 0"),
+        (["--split", "test"], "leave out --split, or add --images N"),
         ([names[0]], "is named twice"),
         ([str(tmp_path / "absent")], "absent"),
         ([str(tmp_path)], "not a training run's folder"),

@@ -83,7 +83,7 @@ def test_a_fusion_score_orders_what_recall_says_it_orders(depth: int | None, mon
     encoded = Encoded(images, texts, owner, torch.arange(6), captions, Items(Reversed(), {"x": images}, {"x": texts}))
     scores = images @ texts.T
     for way in ("i2t", "t2i"):
-        find = examples._finder(encoded, way, depth)  # type: ignore[arg-type]
+        find = examples.finder(encoded, way, depth)  # type: ignore[arg-type]
         for query in range(6 if way == "i2t" else 12):
             row = scores[query] if way == "i2t" else scores[:, query]
             order = row.argsort(descending=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from coder_plugin.cli import main
 from coder_plugin.config import flatten
@@ -18,7 +19,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.plan import not_as_printed
+from coder_plugin.training.plan import _name_frozen, frozen_parts, not_as_printed
 from coder_plugin.training.step import NonFiniteError
 from tests import saved
 from tests.data.test_remote_shards import write_shards
@@ -313,8 +314,34 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert plan["outputs"]["image_features"] == ["B", 128]
     assert plan["steps per epoch"] == 6000 // 128 and plan["frozen because no term reads them"] == []
     assert main([*arguments[:6], "dcl"]) == 0
-    assert json.loads(capsys.readouterr().out)["frozen because no term reads them"] == ["logit_scale"]
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["frozen because no term reads them"] == ["logit_scale"] and plan["frozen"] == {}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_says_what_a_recipe_freezes(tmp_path, capsys):
+    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--recipe", "coder-frozen"]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["frozen"].keys() == {
+        "positional_embedding", "text_projection", "visual", "transformer", "token_embedding", "ln_final"
+    }  # fmt: skip
+    assert sum(plan["frozen"].values()) < plan["parameters"] - plan["trainable"]  # the rest: the momentum copy
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^frozen .*visual \([\d,]+ parameters\).*, logit_scale \(no term reads it\)$", text, re.M), text
+
+
+def test_of_many_frozen_parts_the_plan_names_the_first():
+    model = nn.ModuleDict({str(number): nn.Linear(1, 1) for number in range(9)})
+    for layer in model.values():
+        layer.weight.requires_grad_(False)
+    model["8"].requires_grad_(False)
+    parts = frozen_parts(model, ["8.bias", "7.weight"])
+    assert parts == {f"{number}.weight": 1 for number in (*range(7), 8)}
+    assert _name_frozen(parts, ["8.bias"]) == (
+        ", ".join(f"{number}.weight (1 parameters)" for number in range(6)) + ", 2 more, 8.bias (no term reads it)"
+    )
 
 
 def test_the_plan_says_what_is_derived_and_what_the_paper_prints_otherwise(tmp_path, capsys):
@@ -362,6 +389,16 @@ def test_what_a_paper_prints_for_either_data_set_is_printed():
     settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
     objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
     assert not_as_printed(objective, required_heads(objective)) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
+
+
+def test_what_no_paper_prints_is_not_compared():
+    """CODER names a threshold of its graph, a factor of its softmax and encoders of its queries; SelfAlign a margin."""
+    settings = {"concepts.threshold": 0.5, "concepts.scale": 5.0, "concepts.norm": "none", "prototypes.scale": 2.0}
+    settings |= {"cra.margin": 0.1, "lca.epsilon": 0.1}
+    objective = Objective.parse("coder-printed + selfalign-printed").with_options(settings)
+    assert not_as_printed(objective, required_heads(objective)) == {"prototypes.scale": {"value": 2.0, "printed": 1.0}}
+    masked = Objective.parse("selfalign")
+    assert set(not_as_printed(masked, required_heads(masked))) == {"lca.assignment", "cra.ca_on", "cra.mask_same_image"}
 
 
 def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):

@@ -117,6 +117,11 @@ def best_and_worst(
     return chosen(ranks.argsort(stable=True).tolist()), chosen((-ranks).argsort(stable=True).tolist())
 
 
+def ranked(encoded: Encoded, way: Way, query: int) -> Example:
+    """A query with what it finds, by the score of all pairs."""
+    return _finder(encoded, way, None)(query)
+
+
 def _finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
     """A function from a query to its candidates as recall orders them: at equal scores, wrong before right."""
     items, owner = encoded.items, encoded.image_of_text

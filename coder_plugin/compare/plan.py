@@ -98,6 +98,9 @@ class Point:
         digest = sha256_json([self.row.command, {key: each for key, each in self.options.items() if key != "workers"}])
         return f"{slug(self.row.name)}{rate}-seed{self.seed}-{digest[:8]}"
 
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
     def __str__(self) -> str:
         return f"{self.row.name}{describe(self.values)}"
 

@@ -116,9 +116,9 @@ class Comparison:
         folder.mkdir(parents=True)
         options = {**point.options, "report": False, "logs": str(folder), "name": "run", "resume": None}
         (folder / "options.json").write_text(json.dumps(options))
-        words = [sys.executable, "-m", "coder_plugin.compare.probe", str(folder / "options.json"), str(folder / "cost.json")]
+        files = [str(folder / "options.json"), str(folder / "cost.json"), str(time.time())]
         log_file = folder / "log"
-        if start(words, log_file).wait():
+        if start([sys.executable, "-m", "coder_plugin.compare.probe", *files], log_file).wait():
             lines = log_file.read_text(errors="replace").strip().splitlines()
             raise CoderError(f"{row.name} does not train: {lines[-1] if lines else 'nothing was logged'} (see {log_file})")
         cost: dict[str, float] = read_json(folder / "cost.json")

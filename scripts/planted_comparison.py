@@ -24,7 +24,8 @@ def scores(repetitions: int) -> None:
     from tests.compare.planted import margin, rows
 
     print("images seeds spread | margin covered claimed-of-equal, in percent")
-    for images, seeds, spread in ((100, 3, 0.0), (100, 3, 0.1), (300, 3, 0.05), (300, 5, 0.05), (1000, 3, 0.05), (100, 2, 0.05)):
+    settings = ((100, 3, 0.0), (100, 3, 0.1), (300, 3, 0.05), (300, 5, 0.05), (1000, 3, 0.05), (100, 2, 0.05))
+    for images, seeds, spread in settings:
         setting = {"images": images, "seeds": seeds, "spread": spread}
         truth, covered, claimed = margin(0.2, spread), 0, 0
         for number in range(repetitions):

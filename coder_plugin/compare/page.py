@@ -59,12 +59,12 @@ def _table(result: Mapping[str, Any]) -> list[Block]:
             for name, row in rows.items() if "zeroshot" in row
         ]  # fmt: skip
         blocks.append(table(["row", "zero-shot top-1 before, %", "after, %"], kept))
-    text = (
+    about = (
         "R@sum is the sum of the six recalls, with its standard deviation over the seeds. Rates, options and epochs were chosen "
         "on images held aside from training. The difference is from the best peer, on the validation images, which only the "
         "chosen runs have seen; its interval is for other images and other seeds."
     )
-    return [*blocks, note(text), *(note(f"Note: {each}.") for each in result["notes"])]
+    return [*blocks, note(about), *(note(f"Note: {each}.") for each in result["notes"])]
 
 
 def _memory(row: Mapping[str, Any]) -> str:

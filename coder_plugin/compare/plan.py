@@ -44,8 +44,6 @@ else:
 
 #: Options of training that a comparison sets itself.
 SET_HERE = ("seed", "name", "logs", "resume", "report", "dry_run", "val_frequency")
-#: Places in a command of one's own: what it is told of a run.
-_PLACES = ("loss", "lr", "set", "seed", "output")
 
 
 @dataclass(frozen=True)
@@ -233,10 +231,11 @@ def _make_row(given: Mapping[str, Any], common: Mapping[str, Any], select_data: 
 
 
 def check_command(command: str) -> None:
-    """Raise a ``CoderError`` for a command that does not say where its result goes, or has an unknown place."""
+    """Raise a ``CoderError`` for a command that does not say where its result goes, or has a place that is not an option."""
     places = re.findall(r"\{(\w*)\}", command)
-    if unknown := [each for each in places if each not in _PLACES]:
-        raise CoderError(f"command: unknown {{{unknown[0]}}}; known: {', '.join(f'{{{each}}}' for each in _PLACES)}")
+    for place in places:
+        if place != "output":
+            get_option(place)
     if "output" not in places:
         raise CoderError(f"command: {command!r} must write its result to {{output}}")
 

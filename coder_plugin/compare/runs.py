@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -60,13 +61,10 @@ class Runs:
         return ["coder-plugin", "train", *words]
 
     def _own_command(self, point: Point) -> list[str]:
-        options = point.options
-        settings = " ".join(map(shlex.quote, options.get("set", ())))
-        values = {
-            "loss": shlex.quote(str(options.get("loss", ""))), "lr": str(options.get("lr", "")), "seed": str(point.seed),
-            "set": f"--set {settings}" if settings else "", "output": shlex.quote(str(self.path(point) / "output.json")),
-        }  # fmt: skip
-        return shlex.split((point.row.command or "").format(**values))
+        """Each ``{option}`` is its value, of a list with the flag, and nothing where it is not set."""
+        values = {name: get_option(name).words(value)[not isinstance(value, list) :] for name, value in point.options.items()}
+        values["output"] = [str(self.path(point) / "output.json")]
+        return shlex.split(re.sub(r"\{(\w+)\}", lambda place: shlex.join(values.get(place[1], [])), point.row.command or ""))
 
     def result(self, point: Point) -> dict[str, Any] | None:
         """What a run has left, or None if it is not finished.
@@ -138,8 +136,8 @@ class Runs:
             folder.mkdir(parents=True, exist_ok=True)
         elif (folder / "config.json").exists():
             words += ["--resume", "latest"]
-        if words[0] == "coder-plugin":
-            words = [sys.executable, "-m", "coder_plugin.cli", *words[1:]]
+        programs = {"coder-plugin": [sys.executable, "-m", "coder_plugin.cli"], "python": [sys.executable]}
+        words = [*programs.get(words[0], words[:1]), *words[1:]]
         return start(words, self.folder / f"{point.folder}.log")
 
     def _reason(self, point: Point, status: int) -> str:

@@ -36,7 +36,8 @@ def test_each_row_is_trained_at_its_rates_and_then_its_best_with_the_other_seeds
     assert found["rows"]["dcl"]["chosen"] == {"lr": 1e-4} and found["rows"]["dcl"]["best_epochs"] == [2, 2, 2]
     difference = found["rows"]["dcl"]["difference"]["rsum"]
     assert difference["low"] > 0 and difference["seeds"] == 3
-    expected = f"use dcl at 0.0001: {difference['mean']:.1f} [{difference['low']:.1f}, {difference['high']:.1f}] above clip; seeds 3"
+    mean, low, high = (difference[name] for name in ("mean", "low", "high"))
+    expected = f"use dcl at 0.0001: {mean:.1f} [{low:.1f}, {high:.1f}] above clip; seeds 3"
     assert found["sentence"] == expected and expected in text
     lines = [line for line in text.splitlines() if "  " in line]
     assert re.match(r"row +R@sum ± SD +difference \[95 %\] +minutes$", lines[-4])

@@ -47,7 +47,8 @@ def test_a_row_chooses_among_all_combinations_of_its_values(tmp_path: Path) -> N
     assert len({point.folder for row in plan.rows for point in row.points()}) == 7
     words = Runs(tmp_path).command(ours.points()[0])
     assert words[:2] == ["coder-plugin", "train"] and "--no-report" in words
-    assert words[words.index("--set") + 1 :][:2] == ["dcl.mu=0.1", "dcl.gamma=0.3"] and words[words.index("--lr") + 1] == "0.0001"
+    assert words[words.index("--set") + 1 :][:2] == ["dcl.mu=0.1", "dcl.gamma=0.3"]
+    assert words[words.index("--lr") + 1] == "0.0001"
 
 
 def test_flags_win_over_a_plan_and_settings_are_comparisons_of_their_own(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_recipe_is_compared_with_clip() -> None:
         (PLAN.replace("seeds = 2", "seeds = 'two'"), "seeds is 'two'"),
         ("seeds", "plan.toml"),
         (PLAN.replace("epochs = 4", "command = 'python x.py {loss}'"), "must write its result to {output}"),
-        (PLAN.replace("epochs = 4", "command = 'python x.py {loss} {rate} {output}'"), "unknown {rate}; known: {loss}"),
+        (PLAN.replace("epochs = 4", "command = 'python x.py {loss} {rate} {output}'"), "unknown option rate"),
     ],
 )
 def test_what_a_plan_may_not_hold(tmp_path: Path, text: str, message: str) -> None:

@@ -66,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
     from coder_plugin.cli.checks import check_data, check_options, check_output
+    from coder_plugin.cli.train import check_concepts
 
     budget = None if arguments.budget is None else parse_duration(arguments.budget)
     # --loss and --lr are rows and rates; a --config, such as a run's, may say what a comparison sets
@@ -76,8 +77,9 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     if arguments.select_data is not None:
         check_data(arguments.select_data, flag="--select-data", kind=options.get("dataset_type", "auto"))
     plans = make_plans(arguments, options)
-    for row in plans[0].rows:
+    for row in (row for plan in plans for row in plan.rows if row.command is None):
         check_options(row.points()[0].options)
+        check_concepts(row.points()[0].options)
 
     from coder_plugin.compare.run import Comparison  # torch is imported: it takes seconds
 

@@ -60,7 +60,7 @@ def _table(result: Mapping[str, Any]) -> list[Block]:
         ]  # fmt: skip
         blocks.append(table(["row", "zero-shot top-1 before, %", "after, %"], kept))
     about = (
-        "R@sum is the sum of the six recalls, with its standard deviation over the seeds. Rates, options and epochs were chosen "
+        "R@sum is the sum of the six recalls, with its standard deviation over seeds. Rates, options and epochs were chosen "
         "on images held aside from training. The difference is from the best peer, on the validation images, which only the "
         "chosen runs have seen; its interval is for other images and other seeds."
     )

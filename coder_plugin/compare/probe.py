@@ -42,7 +42,8 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
         begun: when the process was started, by ``time.time``.
 
     Returns:
-        ``seconds`` that the whole run would take, ``step``: those of one step, and ``disk``: bytes of its folder.
+        ``seconds`` that the whole run would take, those of one ``step`` and of one ``evaluation``, and the folder's bytes on
+        ``disk``.
     """
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
@@ -58,7 +59,7 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
     before = clock.evaluated[0] - begun + warm_up - (first + 1) * step
     seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)
     disk = sum(path.stat().st_size for path in trainer.folder.rglob("*") if path.is_file())
-    return {"seconds": seconds, "step": step, "disk": disk}
+    return {"seconds": seconds, "step": step, "evaluation": evaluation, "disk": disk}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ class Schedule:
         seconds: of a run of each row, as estimated, then as measured.
         rates: learning rates of each row that are tried, those that a budget would give up last first; empty: it has one.
         seeds: how many.
-        spent: seconds of all runs so far.
+        measuring: seconds to measure a model.
+        spent: seconds so far.
         left_out: in words.
     """
 
@@ -48,6 +49,7 @@ class Schedule:
     seconds: dict[str, float]
     rates: dict[str, list[float]]
     seeds: int
+    measuring: float = 0.0
     spent: float = 0.0
     left_out: list[str] | None = None
 
@@ -74,8 +76,7 @@ class Comparison:
         self.runs = Runs(folder, jobs)
         self.notes: list[str] = []
         self.schedule = Schedule("", {}, {}, plan.seeds)
-        self._begun = time.monotonic()
-        self._done = 0
+        self._begun, self._spent_before = time.monotonic(), 0.0
 
     def run(self) -> dict[str, Any]:
         """All phases. Returns the result, which is in ``comparison.json`` too."""
@@ -91,11 +92,14 @@ class Comparison:
         if path.is_file() and (saved := read_json(path))["digest"] == self.plan.digest and saved["budget"] == self.budget:
             saved.pop("budget")
             self.schedule = Schedule(**saved)
+            self._spent_before = self.schedule.spent
             self.say(f"continuing the comparison in {self.folder}")
             return
         costs = {row.name: self._probe(row) for row in self.plan.rows if row.command is None}
         seconds = {row.name: costs.get(row.name, {"seconds": 0.0})["seconds"] for row in self.plan.rows}
-        self.schedule = fit(self.plan, seconds, jobs=self.jobs, budget=self.budget, spent=time.monotonic() - self._begun)
+        measuring = max((each["evaluation"] for each in costs.values()), default=0.0)
+        timing = {"jobs": self.jobs, "budget": self.budget, "spent": self._elapsed(), "measuring": measuring}
+        self.schedule = fit(self.plan, seconds, **timing)
         self._save_schedule()
         runs = sum(map(len, self._grid().values())) + len(self.plan.rows) * (self.schedule.seeds - 1)
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
@@ -130,7 +134,7 @@ class Comparison:
 
         The seeds follow from the chosen rates and options, so those are known when the first runs have been made.
         """
-        self.schedule = fit(self.plan, dict.fromkeys((row.name for row in self.plan.rows), 0.0), jobs=1, budget=None, spent=0.0)
+        self.schedule = fit(self.plan, dict.fromkeys((row.name for row in self.plan.rows), 0.0), jobs=1, budget=None)
         waiting = [point for points in self._grid().values() for point in points if self.runs.result(point) is None]
         if not waiting:
             waiting = [point for points in self._further().values() for point in points if self.runs.result(point) is None]
@@ -187,10 +191,8 @@ class Comparison:
 
     def _train(self, points: Sequence[Point]) -> None:
         def on_end(point: Point, seconds: float) -> None:
-            self._done += 1
             result = self.runs.result(point)
             if seconds:
-                self.schedule.spent += seconds / self.jobs
                 self.schedule.seconds[point.row.name] = seconds if result else self.schedule.seconds[point.row.name]
                 self._save_schedule()
             if result is not None and seconds:
@@ -257,10 +259,12 @@ class Comparison:
         if self.budget is None or not self._cost(points):
             return True
         mean = sum(self.schedule.seconds.values()) / len(self.schedule.seconds)
-        return self._elapsed() + self._cost(points) + reserve * mean / self.jobs <= self.budget
+        measuring = self.schedule.measuring * (1 + len(self.plan.rows) * self.schedule.seeds)
+        return self._elapsed() + self._cost(points) + reserve * mean / self.jobs + measuring <= self.budget
 
     def _elapsed(self) -> float:
-        return max(self.schedule.spent, time.monotonic() - self._begun)
+        """Seconds since the comparison began, of a stopped one without the time that it stood still."""
+        return self._spent_before + time.monotonic() - self._begun
 
     def _left(self) -> float:
         grid = [point for points in self._grid().values() for point in points]
@@ -278,6 +282,7 @@ class Comparison:
 
     def _save_schedule(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.schedule.spent = self._elapsed()
         with atomic_write(self.folder / "schedule.json", "w") as file:
             file.write(json.dumps({**vars(self.schedule), "budget": self.budget}))
 
@@ -343,16 +348,17 @@ def with_held_aside(plan: Plan) -> Plan:
         CoderError: a row's options do not go together, there are no validation data, or images cannot be drawn.
     """
     from coder_plugin.data.from_config import make_source
-    from coder_plugin.objective import Objective
     from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.training.prepare import make_objective
 
     made, drawn = [], {}
     for row in plan.rows:
         if row.command is not None:
             made.append(row)
             continue
-        config = resolve_config(row.points()[0].options)
-        Objective.parse(config.loss.expression)
+        for point in row.points():
+            config = resolve_config(point.options)
+            make_objective(config)
         if plan.val_data is None and not config.data.on_scenes:
             raise CoderError("--val-data: name the images on which the rows are compared; no run trains or chooses by them")
         if config.data.val is None and not config.data.hold_aside:
@@ -370,8 +376,15 @@ def with_held_aside(plan: Plan) -> Plan:
     return replace(plan, rows=tuple(made))
 
 
-def fit(plan: Plan, seconds: Mapping[str, float], *, jobs: int, budget: float | None, spent: float) -> Schedule:
+def fit(
+    plan: Plan, seconds: Mapping[str, float], *, jobs: int, budget: float | None, spent: float = 0.0, measuring: float = 0.0
+) -> Schedule:
     """The schedule that a budget allows: fewer seeds first, then fewer rates.
+
+    Args:
+        plan: what is compared.
+        seconds: of a run of each row. jobs: runs at a time. budget: seconds for everything; None: no limit.
+        spent: seconds so far. measuring: seconds to measure a model.
 
     Raises:
         CoderError: not even one run of each row fits.
@@ -381,7 +394,8 @@ def fit(plan: Plan, seconds: Mapping[str, float], *, jobs: int, budget: float | 
 
     def cost(seeds: int, level: int) -> float:
         of_row = {row.name: len(row.points(rates[row.name][:level] or None)) + seeds - 1 for row in plan.rows}
-        return spent + sum(seconds[name] * count for name, count in of_row.items()) / jobs
+        last = measuring * (1 + len(plan.rows) * seeds)
+        return spent + sum(seconds[name] * count for name, count in of_row.items()) / jobs + last
 
     choices = [(seeds, most) for seeds in range(plan.seeds, 0, -1)] + [(1, level) for level in range(most - 1, 0, -1)]
     fitting = next(((seeds, level) for seeds, level in choices if budget is None or cost(seeds, level) <= budget), None)
@@ -396,7 +410,8 @@ def fit(plan: Plan, seconds: Mapping[str, float], *, jobs: int, budget: float | 
         left_out.append(f"seeds: {seeds} in place of {plan.seeds}")
     if level < most:
         left_out += [f"{name}: the rates {_numbers(each[level:])}" for name, each in rates.items() if each[level:]]
-    return Schedule(plan.digest, dict(seconds), {name: each[:level] for name, each in rates.items()}, seeds, spent, left_out)
+    kept = {name: each[:level] for name, each in rates.items()}
+    return Schedule(plan.digest, dict(seconds), kept, seeds, measuring, spent, left_out)
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -125,7 +125,7 @@ class Runs:
                 time.sleep(0.1 if running else 0)
         except KeyboardInterrupt:
             for process, _ in running.values():  # a terminal has sent them the signal, too
-                process.send_signal(2)
+                process.terminate()  # to train a further signal is as good as one; Ctrl-C twice would end it without saving
                 process.wait()
             raise
 

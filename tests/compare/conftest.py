@@ -52,7 +52,7 @@ class World:
         if "coder_plugin.compare.probe" in words:
             options = json.loads(Path(words[3]).read_text())
             seconds = self.estimate or self.seconds[options["loss"]]
-            Path(words[4]).write_text(json.dumps({"seconds": seconds, "step": 1.0, "disk": 5e6}))
+            Path(words[4]).write_text(json.dumps({"seconds": seconds, "step": 1.0, "evaluation": 1.0, "disk": 5e6}))
             return Process(self, 0.0, lambda: 0)
         options = read_flags(build_parser().parse_args(words[3:]))
         end = self.now + self.seconds[options["loss"]]
@@ -134,7 +134,8 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     from coder_plugin.cli import main
 
     def compare(text: str = "", *, output: str = "out", status: int = 0, rows: str = "--loss clip dcl") -> str:
-        given = main(["compare", *shlex.split(rows), "--output", str(tmp_path / output), *shlex.split(text)])
+        words = [*shlex.split(rows), "--hold-aside", "50", "--output", str(tmp_path / output), *shlex.split(text)]
+        given = main(["compare", *words])
         printed = capsys.readouterr()
         assert given == status, printed.err
         return printed.out if status == 0 else printed.err

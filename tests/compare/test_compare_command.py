@@ -157,6 +157,28 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(world: World, command: C
     assert "no run has ended with a result" in command("--lr 1e-4", output="none", status=2)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--set dcl.nu=0.1", "nu"),
+        ("--loss 'clip + dlc'", "dlc"),
+        ("--budget soon", "--budget soon: write a time such as 2h"),
+        ("--loss coder --train-data scenes.csv", "scenes.csv"),
+        ("--seed 3", "unknown option --seed"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_trained(
+    world: World, command: Compare, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    if "seed" in text:
+        with pytest.raises(SystemExit):
+            command(text)
+        assert re.search(message, capsys.readouterr().err)
+    else:
+        assert re.search(message, command(text, status=2))
+    assert world.trained == []
+
+
 # -- budget --------------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +247,6 @@ def test_fit_drops_the_outer_rates_last_to_first(world: World) -> None:
 
     [plan] = make_plans([{"loss": "clip"}, {"loss": "dcl"}], {"lr": [1e-5, 1e-4, 1e-3, 1e-2]}, seeds=3)
     seconds = {"clip": 10.0, "dcl": 10.0}
-    kept = [fit(plan, seconds, jobs=1, budget=budget, spent=0.0) for budget in (120, 100, 80, 60, 40, 20)]
+    kept = [fit(plan, seconds, jobs=1, budget=budget) for budget in (120, 100, 80, 60, 40, 20)]
     assert [(each.seeds, len(each.rates["clip"])) for each in kept] == [(3, 4), (2, 4), (1, 4), (1, 3), (1, 2), (1, 1)]
     assert kept[-1].rates["clip"] in ([1e-4], [1e-3])

@@ -106,3 +106,28 @@ def test_rates() -> None:
     assert further_rate([1e-4], 1e-4) is None and further_rate([1e-5, 1e-4, 1e-3], 1e-4) is None
     assert further_rate([1e-5, 3e-5], 3e-5) == 9e-5 and further_rate([1e-5, 3e-5], 1e-5) == 3.33e-6
     assert set(middle_first([1, 2, 3])[:1]) == {2} and set(middle_first([1, 2, 3, 4])[:2]) == {2, 3}
+
+
+@pytest.mark.parametrize(("images", "aside"), [(60, 10), (9000, 1000)])
+def test_a_sixth_of_the_images_is_held_aside_and_at_most_a_thousand(
+    monkeypatch: pytest.MonkeyPatch, images: int, aside: int
+) -> None:
+    from types import SimpleNamespace
+
+    from coder_plugin.compare.run import with_held_aside
+    from coder_plugin.data import from_config
+
+    monkeypatch.setattr(from_config, "make_source", lambda *_, **__: SimpleNamespace(num_images=images))
+    given = {"train_data": "train.csv", "model": "coder-tiny", "val_data": "val.csv"}
+    [plan] = make_plans(Command(), given)
+    assert [row.options["hold_aside"] for row in with_held_aside(plan).rows] == [aside] * 2
+    [plan] = make_plans(Command(select_data="select.csv"), given)
+    assert [row.options.get("hold_aside") for row in with_held_aside(plan).rows] == [None] * 2
+    [plan] = make_plans(Command(), {**given, "hold_aside": 7})
+    assert [row.options["hold_aside"] for row in with_held_aside(plan).rows] == [7] * 2
+    del given["val_data"]
+    with pytest.raises(CoderError, match="--val-data: name the images on which the rows are compared"):
+        with_held_aside(make_plans(Command(), given)[0])
+    monkeypatch.setattr(from_config, "make_source", lambda *_, **__: SimpleNamespace(num_images=None))
+    with pytest.raises(CoderError, match="--select-data"):
+        with_held_aside(make_plans(Command(), {**given, "val_data": "val.csv"})[0])

@@ -33,7 +33,7 @@ MOST_ASIDE = 1000
 
 @dataclass
 class Schedule:
-    """What is run of a plan, and what a budget leaves out.
+    """What is run of a plan; a budget may allow less than all of it.
 
     Args:
         digest: of the plan.
@@ -42,7 +42,6 @@ class Schedule:
         seeds: how many.
         measuring: seconds to measure a model.
         spent: seconds so far.
-        left_out: in words.
     """
 
     digest: str
@@ -51,7 +50,6 @@ class Schedule:
     seeds: int
     measuring: float = 0.0
     spent: float = 0.0
-    left_out: list[str] | None = None
 
 
 class Comparison:
@@ -100,7 +98,6 @@ class Comparison:
         measuring = max((each["evaluation"] for each in costs.values()), default=0.0)
         timing = {"jobs": self.jobs, "budget": self.budget, "spent": self._elapsed(), "measuring": measuring}
         self.schedule = fit(self.plan, seconds, **timing)
-        self._save_schedule()
         runs = sum(map(len, self._grid().values())) + len(self.plan.rows) * (self.schedule.seeds - 1)
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
         disk *= self.jobs + len(self.plan.rows) * self.schedule.seeds
@@ -111,8 +108,7 @@ class Comparison:
             f"at a time, {format_bytes(disk)} of disk at most (measured over {STEPS} steps; a step takes: "
             f"{steps or 'not known'}{unknown})"
         )
-        for each in self.schedule.left_out or ():
-            self.say(f"left out to keep within --budget {duration(self.budget or 0)}: {each}")
+        self._say_left_out()
 
     def _probe(self, row: Row) -> dict[str, float]:
         point, folder = row.points()[0], self.folder / "probe"
@@ -151,10 +147,8 @@ class Comparison:
         for level in range(levels):
             points = [point for row in self.plan.rows for point in grid[row.name] if self._level(point) == level]
             if level and not self._fits(points):
-                for row in self.plan.rows:
-                    self._leave_out(f"{row.name}: the rates {_numbers(self.schedule.rates[row.name][level:])}")
-                    self.schedule.rates[row.name] = self.schedule.rates[row.name][:level]
-                self._save_schedule()
+                self.schedule.rates = {name: rates[:level] for name, rates in self.schedule.rates.items()}
+                self._say_left_out()
                 break
             self._train(points)
 
@@ -180,12 +174,12 @@ class Comparison:
                 for point in self._tried(row):
                     if point != best:
                         self.runs.drop_export(point)
-        for seed in range(1, self.schedule.seeds):
+                self.runs.renew(best)
+        for seed in range(self.schedule.seeds):
             points = [point for point in self._chosen_seeds() if point.seed == seed]
-            if not self._fits(points):
-                self._leave_out(f"seeds: {seed} in place of {self.plan.seeds}")
+            if seed and not self._fits(points):
                 self.schedule.seeds = seed
-                self._save_schedule()
+                self._say_left_out()
                 break
             self._train(points)
 
@@ -276,9 +270,17 @@ class Comparison:
     def _tried_all(self, points: Sequence[Point]) -> bool:
         return all(self.runs.result(point) is not None or point in self.runs.failed for point in points)
 
-    def _leave_out(self, text: str) -> None:
-        self.schedule.left_out = [*(self.schedule.left_out or []), text]
-        self.say(f"left out to keep within --budget {duration(self.budget or 0)}: {text}")
+    def _left_out(self) -> list[str]:
+        """What the schedule has less than the plan."""
+        seeds = [f"seeds: {self.schedule.seeds} in place of {self.plan.seeds}"] if self.schedule.seeds < self.plan.seeds else []
+        kept = self.schedule.rates
+        rates = {row.name: [rate for rate in row.rates if rate not in kept[row.name]] for row in self.plan.rows}
+        return [*seeds, *(f"{name}: the rates {_numbers(each)}" for name, each in rates.items() if each)]
+
+    def _say_left_out(self) -> None:
+        self._save_schedule()
+        if left_out := self._left_out():
+            self.say(f"left out to keep within --budget {duration(self.budget or 0)}: {'; '.join(left_out)}")
 
     def _save_schedule(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -337,7 +339,7 @@ class Comparison:
             }
         if not rows:
             raise CoderError("no run has ended with a result: " + "; ".join(sorted(set(self.runs.failed.values()))))
-        notes = [*self.notes, *(f"left out for the budget: {each}" for each in self.schedule.left_out or ())]
+        notes = [*self.notes, *(f"left out for the budget: {each}" for each in self._left_out())]
         return make_result(self.plan, rows, self._before(), notes)
 
 
@@ -405,13 +407,8 @@ def fit(
             "Give more, or fewer rows or epochs"
         )
     seeds, level = fitting
-    left_out = []
-    if seeds < plan.seeds:
-        left_out.append(f"seeds: {seeds} in place of {plan.seeds}")
-    if level < most:
-        left_out += [f"{name}: the rates {_numbers(each[level:])}" for name, each in rates.items() if each[level:]]
     kept = {name: each[:level] for name, each in rates.items()}
-    return Schedule(plan.digest, dict(seconds), kept, seeds, measuring, spent, left_out)
+    return Schedule(plan.digest, dict(seconds), kept, seeds, measuring, spent)
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -202,6 +202,11 @@ class DataConfig:
     train_num_samples: int | None = option(
         None, "samples per epoch, where the data cannot be counted or should be fewer", at_least=1
     )
+    hold_aside: int = option(
+        0, "keep N images of --train-data, drawn at random, out of training; without --val-data recall is measured on them [0]",
+        at_least=0
+    )
+    hold_aside_seed: int = option(0, "seed of the draw of --hold-aside")
     dataset_resampled: bool = option(False, "draw shards with replacement", listed=True)
     captions: str = option(
         "draw", "draw: one caption per image and epoch; all: every caption is a pair", choices=("draw", "all"), common=True

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from coder_plugin import __version__
 from coder_plugin.cli import (
+    compare,
     concepts,
     doctor,
     duplicates,
@@ -65,6 +66,6 @@ def build_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     searching = (embed, index, search, serve, duplicates, export, mine)
-    for command in (train, eval, report, *searching, concepts, regions, recipes, share, plugins, doctor):
+    for command in (train, compare, eval, report, *searching, concepts, regions, recipes, share, plugins, doctor):
         command.add_parser(commands)
     return parser

@@ -168,11 +168,12 @@ def next_commands(trainer: Trainer) -> list[str]:
     index = str(trainer.folder / "index")
     text = "a red circle" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]
-    known = config.data.val is not None and all(map(is_local, filter(None, (data, config.data.regions))))
+    aside = config.data.hold_aside > 0
+    known = (aside or config.data.val is not None) and all(map(is_local, filter(None, (data, config.data.regions))))
     evaluate = [] if known or config.data.on_scenes else ["--val-data", data, *reading]  # eval takes no others from the run
     if config.evaluation.zeroshot is not None and config.model.pretrained:  # also weights between those before and after
         evaluate += ["--zeroshot", config.evaluation.zeroshot, "--wise-ft", "0", "0.25", "0.5", "0.75", "1"]
-    unseen = config.data.val is not None or config.data.on_scenes  # recall on the training data would say little
+    unseen = config.data.val is not None or config.data.on_scenes or aside  # recall on the training data would say little
     commands = (
         *([["eval", folder, *export, *evaluate]] if unseen else []),
         ["index", folder, *export, "--data", data, *reading, "--output", index],

@@ -12,6 +12,7 @@ from coder_plugin.data import guess_kind, open_source, reader_options
 from coder_plugin.data.bad_samples import BadSamples, describe
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives, read_negatives
+from coder_plugin.data.held_aside import split_aside
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import RegionSource
@@ -31,7 +32,8 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
 
     Args:
         config: which data, and how they are read.
-        split: "train" opens ``config.train``, any other ``config.val``.
+        split: "train" opens ``config.train``, any other ``config.val``, or the images that ``config.hold_aside`` keeps out of
+            ``config.train``.
         join: join ``--regions``, if it is set; of shards only the first is read.
         metadata: names of further columns or fields that items keep.
 
@@ -41,6 +43,10 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
     Raises:
         CoderError: data that cannot be opened, or options that do not fit them.
     """
+    if config.hold_aside and (split == "train" or config.val is None):
+        whole = make_source(replace(config, hold_aside=0), split="train", join=join, metadata=metadata)
+        rest, aside = split_aside(whole, config.hold_aside, config.hold_aside_seed)
+        return rest if split == "train" else aside
     spec = config.train if split == "train" else config.val
     if spec is not None and spec.startswith("<"):
         check_local(spec)

@@ -435,7 +435,7 @@ def saved_data_config(spec: str | Path | None, options: Mapping[str, Any]) -> Da
     options = flatten(options)
     saved = saved_options(spec)
     if "val_data" in options:
-        saved = {key: value for key, value in saved.items() if key not in READING}
+        saved = {key: value for key, value in saved.items() if key not in (*READING, "hold_aside")}
         options.setdefault("train_data", saved.get("train_data") or options["val_data"])  # not the built-in scenes
     data = {name: value for name, value in {**saved, **options}.items() if name not in ("model", "loss")}
     return resolve([("options", data)]).data

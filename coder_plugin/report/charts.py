@@ -126,6 +126,27 @@ def scatter(images: np.ndarray, texts: np.ndarray, *, linked: bool = True) -> Ht
     return result[0]
 
 
+def intervals(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | None]], *, line: float, x_label: str) -> Html:
+    """A line of each row from the low to the high end of its interval, with dots; one row below the other.
+
+    Args:
+        rows: names, dots and intervals.
+        line: where a dashed line is drawn.
+        x_label: what the axis measures.
+    """
+    with _axes(x_label, size=(7, 0.7 + 0.3 * len(rows))) as (axes, result):
+        for place, (_, dots, ends) in enumerate(rows):
+            if ends is not None:
+                axes.plot(ends, [place, place], color=colour(0), lw=2)
+            axes.plot(dots, [place] * len(dots), "o", color=colour(1), ms=4)
+        axes.axvline(line, color=_QUIET, lw=1, ls="--")
+        axes.set_yticks(range(len(rows)), [name if len(name) <= 26 else f"{name[:25]}…" for name, _, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        box = axes.get_position()
+        axes.set_position((0.3, box.y0, 0.67, box.height))
+    return result[0]
+
+
 @contextmanager
 def _axes(x_label: str, size: tuple[float, float] = _SIZE) -> Any:
     """Axes to draw into, and a list that holds the SVG afterwards. Fixed margins: a constrained layout takes twice the time."""

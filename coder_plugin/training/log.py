@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,14 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device} of {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory so far in MiB: of tensors on a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most >> (20 if sys.platform == "darwin" else 10)
 
 
 class RunLog:

@@ -49,7 +49,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.disk import check_shared, run_folder, run_lock, writing
-from coder_plugin.training.log import RunLog, versions
+from coder_plugin.training.log import RunLog, peak_memory, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule, total_steps, warmup_steps, with_epochs
 from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
@@ -236,7 +236,7 @@ class Trainer:
         """
         if not isinstance(config, TrainConfig):
             config = resolve_config(config, flags_name="argument")
-        scenes = "scenes" if config.data.on_scenes else None
+        scenes = "scenes" if config.data.on_scenes and not config.data.hold_aside else None
         return cls(
             model=config.model.name,
             loss=config.loss.expression,
@@ -647,6 +647,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.epoch,
             "seconds": self.seconds,
+            "memory_mb": peak_memory(self.device),
             "objective": self.objective.to_dict(),
             "config": self.config.to_dict(),
             "backbone": resume.describe_backbone(self.model),

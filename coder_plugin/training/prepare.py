@@ -168,13 +168,15 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
     """The data source of a trainer's argument: a path, ``"scenes"``, a source, a data set of ``datasets``, a list of items,
-    or None."""
+    or None: the images that ``--hold-aside`` keeps out of training, if it does."""
     if data is None:
-        return None
+        return make_source(config.data, split=split) if config.data.hold_aside else None
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
         return make_source((config if named else config.with_options(**options)).data, split=split)
+    if config.data.hold_aside and split == "train":
+        raise CoderError("hold_aside draws images of data that are named, not of an object: pass both parts, as train and val")
     if is_dataset(data):
         return object_source(config.data, data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import logging
+import resource
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ from coder_plugin.backbones import clip
 from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.files import atomic_write
 from coder_plugin.heads.base import TrainingFacts
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
@@ -63,12 +66,13 @@ def main(arguments: list[str] | None = None) -> None:
     initial = torch.load(options.init, weights_only=True) if options.init else None
     if options.hold_out:
         test = {"test": data["test"]} if "test" in data else {}
-        data = {**hold_out(data, options.hold_out), "report": data["val"], **test}
+        data = {**hold_out(data, options.hold_out, options.hold_out_seed), "report": data["val"], **test}
     CachedTransformer.take(*data.values())
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
-        print(f"{text} (lr {lr:g}, seed {seed}); {time.perf_counter() - begun:.0f} s")
+        seconds = time.perf_counter() - begun
+        print(f"{text} (lr {lr:g}, seed {seed}); {seconds:.0f} s")
         for name in dict.fromkeys(name for result in results.values() for name in result):
             if name.endswith("rsum") or "/" in name:
                 by_epoch = {epoch: round(result[name], 3) for epoch, result in results.items() if name in result}
@@ -84,21 +88,42 @@ def main(arguments: list[str] | None = None) -> None:
                 reported = [name for name in REPORTED if name in data]
                 record |= {name: evaluate_levels(model, data[name], options.betas, ranks=True) for name in reported}
             append_record(options.json, record)
+        if options.compare:
+            write_for_compare(options.compare, results, evaluate_levels(model, data["report"], [], ranks=True), data, seconds)
 
 
-def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
-    """The training split alone: its last ``images`` images take the place of the validation split, to choose settings on."""
+def hold_out(data: dict[str, Any], images: int, seed: int | None = None) -> dict[str, Any]:
+    """The training split alone: ``images`` images of it, drawn with a seed, or without one the last ones, take the place of the
+    validation split, to choose settings on."""
     train = data["train"]
-    first = len(train["images"]) - images
-    captions = int((train["image_of_caption"] < first).sum())
-    parts = {"train": (slice(first), slice(captions)), "val": (slice(first, None), slice(captions, None))}
-    split = {
-        name: {"images": train["images"][rows], "ids": train["ids"][texts], "tokens": train["tokens"][texts],
-               "image_of_caption": train["image_of_caption"][texts]}
-        for name, (rows, texts) in parts.items()
-    }  # fmt: skip
-    split["val"]["image_of_caption"] = split["val"]["image_of_caption"] - first
+    count, image_of = len(train["images"]), train["image_of_caption"]
+    order = torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    held = torch.zeros(count, dtype=torch.bool)
+    held[order[count - images :]] = True
+    split = {}
+    for name, rows in (("train", ~held), ("val", held)):
+        texts = rows[image_of]
+        numbers = rows.cumsum(0) - 1
+        split[name] = {"images": train["images"][rows], "ids": train["ids"][texts], "tokens": train["tokens"][texts],
+                       "image_of_caption": numbers[image_of[texts]]}  # fmt: skip
     return split
+
+
+def write_for_compare(
+    path: str, results: dict[int, dict[str, float]], val: dict[str, Any], data: dict[str, Any], seconds: float
+) -> None:
+    """What ``coder-plugin compare`` reads of a command of one's own."""
+    epochs = [results[epoch]["rsum"] for epoch in sorted(results) if epoch]
+    record = {
+        "held_aside": epochs,
+        "before": results[0]["rsum"],
+        "seconds": [round(seconds * (epoch + 1) / len(epochs), 1) for epoch in range(len(epochs))],
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "val": {"i2t_ranks": val["i2t_ranks"], "t2i_ranks": val["t2i_ranks"],
+                "image_of_text": data["report"]["image_of_caption"].tolist()},
+    }  # fmt: skip
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 @torch.no_grad()
@@ -320,6 +345,9 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
                                help="choose settings: train without the last N training images and evaluate on these; with "
                                "--json the best epoch, which --save writes, is evaluated on the validation and test splits")
+    train_command.add_argument("--hold-out-seed", type=int, metavar="N",
+                               help="draw the images of --hold-out at random with this seed [the last ones]")
+    train_command.add_argument("--compare", metavar="FILE", help="also write what coder-plugin compare reads; with --hold-out")
     train_command.add_argument("--name", default="", help="a name for the rows of --json")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")

@@ -1,0 +1,87 @@
+"""Measure models on the validation data: ranks of every image and caption, from which all figures follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.compare.statistics import Hits
+from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_write, read_json
+
+
+def once(path: Path, val_data: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a file holds if it is of these data; else what ``make`` returns, which is written there."""
+    if path.is_file() and (saved := read_json(path, most=1 << 30))["data"] == val_data:
+        return saved  # type: ignore[no-any-return]
+    made = {"data": val_data, **make()}
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps(made, separators=(",", ":")) + "\n")
+    return made
+
+
+def of_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks of a run's best weights."""
+    encoder, source, rerank = open_run(folder, val_data, options)
+    return ranks_of(encoder, source, rerank)
+
+
+def open_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> tuple[Any, Any, str | None]:
+    """The encoder of a run's best weights, the validation data, and how many candidates are re-ranked.
+
+    Args:
+        folder: of the run.
+        val_data: their name; None: the validation split of the built-in scenes.
+        options: the run's.
+    """
+    from coder_plugin.pretrained.open import open_pretrained
+
+    source = open_data(val_data, options)
+    model = open_pretrained(folder, {}, export="best", name=folder.name, source=source)
+    return model.encoder(), source, model.rerank
+
+
+def open_data(val_data: str | None, options: Mapping[str, Any]) -> Any:
+    """The validation data, read as the training data are."""
+    from coder_plugin.data.from_config import make_source
+    from coder_plugin.pretrained.options import resolve_config
+
+    config = resolve_config({**options, "hold_aside": 0, "val_data": val_data})
+    return make_source(config.data, split="val")
+
+
+def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> dict[str, Any]:
+    """The ranks of the model that a run starts from."""
+    from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.training.loop import Trainer
+
+    trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
+    return ranks_of(trainer.encoder, open_data(val_data, options), trainer.config.evaluation.rerank)
+
+
+def ranks_of(encoder: Any, source: Any, rerank: str | None) -> dict[str, Any]:
+    """Ranks, 0-based, the image of each caption, and a digest of the images that were measured."""
+    from coder_plugin.evaluation.evaluate import measure, shortlist_length
+    from coder_plugin.files import sha256_json
+
+    encoded = encoder(source)
+    measured = measure(encoded, 0, shortlist_length(rerank, encoder))
+    return {
+        "images": sha256_json(encoded.image_ids.tolist())[:16],
+        "i2t_ranks": measured["i2t_ranks"].tolist(),
+        "t2i_ranks": measured["t2i_ranks"].tolist(),
+        "image_of_text": encoded.image_of_text.tolist(),
+    }
+
+
+def hits(measured: Mapping[str, Any], first: Mapping[str, Any]) -> Hits:
+    """What each image adds, of a measurement of the same images as ``first``.
+
+    Raises:
+        CoderError: they are others.
+    """
+    if any(measured[name] != first[name] for name in ("images", "image_of_text")):
+        raise CoderError("the rows were measured on different images or captions, so they cannot be compared: did data change?")
+    return Hits.from_ranks(measured["i2t_ranks"], measured["t2i_ranks"], measured["image_of_text"])

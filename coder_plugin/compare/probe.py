@@ -1,0 +1,67 @@
+"""Measure what a run costs by a few of its steps: ``python -m coder_plugin.compare.probe OPTIONS.json OUTPUT.json BEGUN``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.training.callbacks import Callback
+
+#: Steps that are taken; the first ones, which also start workers and fill caches, count once.
+STEPS, _FIRST = 8, 2
+
+
+class Clock(Callback):
+    """The times of what a run does; ends it after :data:`STEPS` steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.evaluated: list[float] = []
+        self.saved = 0.0
+
+    def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        self.steps.append(time.time())
+        trainer.stop = len(self.steps) >= STEPS
+
+    def on_evaluation_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
+        self.evaluated.append(time.time())
+
+    def on_save(self, trainer: Any, folder: Path) -> None:
+        self.saved = time.time()
+
+
+def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
+    """Train a few steps.
+
+    Args:
+        options: of the run, by flat name, with a folder for it.
+        begun: when the process was started, by ``time.time``.
+
+    Returns:
+        ``seconds`` that the whole run would take, those of one ``step`` and of one ``evaluation``, and the folder's bytes on
+        ``disk``.
+    """
+    from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.training.loop import Trainer
+
+    clock = Clock()
+    trainer = Trainer.from_config(resolve_config(options), callbacks=[clock])
+    trainer.run()
+    first = min(_FIRST, len(clock.steps) - 1)
+    counted = clock.steps[first:]
+    warm_up = clock.steps[first] - clock.evaluated[0]
+    step = (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else warm_up / len(clock.steps)
+    evaluation, save = clock.evaluated[-1] - clock.steps[-1], clock.saved - clock.evaluated[-1]
+    before = clock.evaluated[0] - begun + warm_up - (first + 1) * step
+    seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)
+    disk = sum(path.stat().st_size for path in trainer.folder.rglob("*") if path.is_file())
+    return {"seconds": seconds, "step": step, "evaluation": evaluation, "disk": disk}
+
+
+if __name__ == "__main__":
+    content = measure(json.loads(Path(sys.argv[1]).read_text()), float(sys.argv[3]))
+    Path(sys.argv[2]).write_text(json.dumps(content))

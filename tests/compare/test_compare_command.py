@@ -1,0 +1,256 @@
+"""``coder-plugin compare``: choice, differences, budget, resumption."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coder_plugin.compare.run import Comparison, fit
+from tests.compare.conftest import World
+
+Compare = Callable[..., str]
+RATES = "--lr 1e-5 1e-4 1e-3 --seeds 3"
+
+
+def result(tmp_path: Path, output: str = "out") -> dict[str, Any]:
+    return json.loads((tmp_path / output / "comparison.json").read_text())  # type: ignore[no-any-return]
+
+
+def seeds_of(world: World, row: str) -> list[int]:
+    return [int(re.search(r"seed(\d)", name)[1]) for name in world.trained if name.startswith(row)]  # type: ignore[index]
+
+
+def test_each_row_is_trained_at_its_rates_and_then_its_best_with_the_other_seeds(
+    world: World, command: Compare, tmp_path: Path
+) -> None:
+    world.best = {"clip": 1e-4, "dcl": 1e-4}
+    text = command(RATES)
+    assert seeds_of(world, "clip") == seeds_of(world, "dcl") == [0, 0, 0, 1, 2]
+    assert [name for name in world.trained if "seed2" in name and "lr0.0001-" not in name] == []
+    found = result(tmp_path)
+    assert found["rows"]["dcl"]["chosen"] == {"lr": 1e-4} and found["rows"]["dcl"]["best_epochs"] == [2, 2, 2]
+    difference = found["rows"]["dcl"]["difference"]["rsum"]
+    assert difference["low"] > 0 and difference["seeds"] == 3
+    mean, low, high = (difference[name] for name in ("mean", "low", "high"))
+    expected = f"use dcl at 0.0001: {mean:.1f} [{low:.1f}, {high:.1f}] above clip; seeds 3"
+    assert found["sentence"] == expected and expected in text
+    lines = [line for line in text.splitlines() if "  " in line]
+    assert re.match(r"row +R@sum ± SD +difference \[95 %\] +minutes$", lines[-4])
+    assert "the best peer" in lines[-3] and "±" in lines[-3] and lines[-2].startswith("dcl at 0.0001")
+    assert lines[-1].startswith("before training") and "1.5" in lines[-2]  # 90 seconds
+
+
+def test_only_the_chosen_runs_see_the_validation_data_and_keep_their_weights(
+    world: World, command: Compare, tmp_path: Path
+) -> None:
+    command(RATES)
+    assert len(world.measured) == 6 and all("lr0.0001-" in name for name in world.measured)
+    kept = [path.parent.name for path in (tmp_path / "out" / "runs").glob("*/export")]
+    assert sorted(kept) == sorted(world.measured)
+    assert not list((tmp_path / "out" / "runs").glob("*/checkpoints"))
+
+
+def test_a_best_rate_at_the_edge_is_followed_one_step(world: World, command: Compare, tmp_path: Path) -> None:
+    world.best["dcl"] = 1e-2
+    text = command(RATES)
+    assert result(tmp_path)["rows"]["dcl"]["chosen"] == {"lr": 1e-2}
+    assert "dcl: its best rate 0.01 is at the edge of those tried (1e-05, 0.0001, 0.001, 0.01)" in text
+    assert "clip: its best rate" not in text
+    world.best["dcl"] = 2e-6
+    command("--lr 1e-5 1e-4 --seeds 1", output="low")
+    assert result(tmp_path, "low")["rows"]["dcl"]["chosen"] == {"lr": 1e-6}
+
+
+def test_equal_rows_give_no_difference_and_the_number_of_images_that_would(
+    world: World, command: Compare, tmp_path: Path
+) -> None:
+    world.gain["dcl"] = 0.02
+    text = command("--lr 1e-4 --seeds 3")
+    assert "no difference can be seen with 80 images: dcl is" in text
+    assert re.search(r"about [\d,]+ would show 3 points|more seeds than 3", text)
+
+
+def test_a_worse_row_is_not_recommended(world: World, command: Compare) -> None:
+    world.gain["dcl"] = -0.6
+    text = command("--lr 1e-4 --seeds 3")
+    assert re.search(r"use clip at 0.0001: \d+\.\d \[\d+\.\d, \d+\.\d\] above dcl; seeds 3", text)
+
+
+def test_rows_below_the_model_before_training_are_not_recommended(
+    world: World, command: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coder_plugin.compare import measure
+
+    monkeypatch.setattr(measure, "before", lambda *_: world.ranks(2.0, 5))
+    assert "keep the model as it is: dcl, the best row, is" in command("--lr 1e-4 --seeds 3")
+
+
+def test_one_seed_is_said(world: World, command: Compare) -> None:
+    text = command("--lr 1e-4 --seeds 1")
+    assert "nothing can be said with one seed: dcl is" in text and "(1 seed)" in text and "note: one seed:" in text
+
+
+def test_the_peer_is_the_best_of_those_named(world: World, command: Compare, tmp_path: Path) -> None:
+    world.gain |= {"siglip": 0.3}
+    world.best |= {"siglip": 1e-4}
+    world.seconds |= {"siglip": 50.0}
+    command("--lr 1e-4 --seeds 2 --peer clip siglip", rows="--loss clip siglip dcl")
+    found = result(tmp_path)
+    assert found["best_peer"] == "siglip" and found["rows"]["clip"]["difference"]["rsum"]["mean"] < 0
+    assert "unknown" not in command("--peer nobody", status=2) and "nobody" in command("--peer nobody", status=2)
+
+
+# -- stops ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_stopped_anywhere_ends_with_the_same_result(
+    world: World, command: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each process, and at the beginning of each phase."""
+    world.best["dcl"] = 1e-3
+    whole = command(RATES, output="whole")
+    expected = {name: value for name, value in result(tmp_path, "whole").items() if name != "rows"}
+    processes = len(world.trained) + 2
+    stopped = 0
+    for count in range(processes):
+        world.stop_after, world.trained = count, []
+        assert "the same command continues" in command(RATES, output=f"process{count}", status=130)
+        world.stop_after = None
+        command(RATES, output=f"process{count}")
+        assert len(world.trained) == len(set(world.trained)) == processes - 2, "no run is made twice"
+        found = result(tmp_path, f"process{count}")
+        assert {name: value for name, value in found.items() if name != "rows"} == expected
+        stopped += 1
+    for phase in ("choose", "extend", "repeat", "measure", "result"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Comparison, phase, lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            command(RATES, output=phase, status=130)
+        text = command(RATES, output=phase)
+        assert text.split("\n\n")[-1].splitlines()[0] == whole.split("\n\n")[-1].splitlines()[0]
+    assert stopped == processes
+
+
+def test_another_plan_in_the_folder_uses_the_runs_that_fit(world: World, command: Compare) -> None:
+    command("--lr 1e-4 1e-3 --seeds 2")
+    world.trained = []
+    command("--lr 1e-4 1e-3 --seeds 3")
+    assert len(world.trained) == 2 and all("seed2" in name for name in world.trained)
+    world.trained = []
+    command("--lr 1e-3 1e-2 --seeds 1")
+    assert [name for name in world.trained if "lr0.001-" in name], "its weights were removed, and it is chosen now"
+    world.trained = []
+    command("--lr 1e-4 1e-3 --seeds 3 --epochs 7")
+    assert len(world.trained) >= 6, "other options are other runs"
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(world: World, command: Compare) -> None:
+    world.gain |= {"siglip": 0.0}
+    world.best |= {"siglip": 1e-4}
+    world.seconds |= {"siglip": 50.0}
+    world.fails = {"siglip"}
+    text = command("--lr 1e-4 --seeds 2", rows="--loss clip dcl siglip")
+    assert "note: siglip is left out: the run ended with status 2: coder-plugin: error: the loss is not finite" in text
+    assert "use dcl at 0.0001" in text
+    world.fails = {"siglip", "clip", "dcl"}
+    assert "no run has ended with a result" in command("--lr 1e-4", output="none", status=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--set dcl.nu=0.1", "nu"),
+        ("--loss 'clip + dlc'", "dlc"),
+        ("--budget soon", "--budget soon: write a time such as 2h"),
+        ("--loss coder --train-data scenes.csv", "scenes.csv"),
+        ("--seed 3", "unknown option --seed"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_trained(
+    world: World, command: Compare, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    if "seed" in text:
+        with pytest.raises(SystemExit):
+            command(text)
+        assert re.search(message, capsys.readouterr().err)
+    else:
+        assert re.search(message, command(text, status=2))
+    assert world.trained == []
+
+
+# -- budget --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimate", [100.0, 60.0, 150.0])
+@pytest.mark.parametrize("minutes", [12, 18, 25])
+def test_a_budget_is_kept(world: World, command: Compare, minutes: int, estimate: float) -> None:
+    """Two rows at three rates with three seeds take 10 runs of 100 seconds, whatever a probe has estimated."""
+    world.estimate = estimate
+    text = command(f"{RATES} --budget {minutes}min")
+    assert world.now <= 60 * minutes * 1.1
+    assert ("left out to keep within --budget" in text) == (len(world.trained) < 10)
+    if minutes == 18 and estimate == 100.0:
+        assert len(world.trained) == 10
+
+
+def test_a_budget_gives_up_seeds_before_rates(world: World, command: Compare) -> None:
+    text = command(f"{RATES} --budget 14min")
+    assert "seeds: 2 in place of 3" in text and "rates" not in text.partition("note")[0].replace("rates 1", "")
+    assert seeds_of(world, "dcl") == [0, 0, 0, 1]
+    world.trained = []
+    text = command(f"{RATES} --budget 8min", output="less")
+    assert "left out to keep within --budget 8:00: seeds: 1 in place of 3; clip: the rates 1e-05; dcl: the rates 1e-05" in text
+    assert "note: left out for the budget: clip: the rates 1e-05" in text
+    assert seeds_of(world, "dcl") == [0, 0] and not any("lr1e-05" in name for name in world.trained)
+    assert "is too little for one run of each row: about 3:20 is needed" in command(
+        f"{RATES} --budget 2min", output="least", status=2
+    )
+
+
+def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
+    command(RATES, output="one")
+    alone, world.now = world.now, 0.0
+    command(f"{RATES} --jobs 2", output="two")
+    assert world.now == pytest.approx(alone / 2, rel=0.1)
+
+
+def test_the_estimate_is_said_before_anything_is_trained(world: World, command: Compare) -> None:
+    text = command(RATES)
+    assert text.splitlines()[0].startswith("10 runs of 2 rows: about 16:40 with 1 at a time, 35 MB of disk at most")
+
+
+# -- commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_printed_commands_make_the_runs_that_the_comparison_reads(world: World, command: Compare, tmp_path: Path) -> None:
+    """As a scheduler would: commands until there are none, and then the comparison trains nothing."""
+    import shlex
+
+    world.best["dcl"] = 1e-3
+    rounds = []
+    while printed := command(f"{RATES} --print-commands").splitlines():
+        rounds.append(len(printed))
+        for line in printed:
+            words = shlex.split(line)
+            assert words[:2] == ["coder-plugin", "train"]
+            process = world.start(["python", "-m", "coder_plugin.cli", *words[1:]], tmp_path / "log")
+            assert process.wait() == 0
+    assert rounds == [6, 1, 4]
+    world.trained = []
+    command(RATES)
+    assert world.trained == []
+    assert result(tmp_path)["rows"]["dcl"]["chosen"] == {"lr": 1e-3}
+
+
+def test_fit_drops_the_outer_rates_last_to_first(world: World) -> None:
+    from coder_plugin.compare.plan import make_plans
+
+    [plan] = make_plans([{"loss": "clip"}, {"loss": "dcl"}], {"lr": [1e-5, 1e-4, 1e-3, 1e-2]}, seeds=3)
+    seconds = {"clip": 10.0, "dcl": 10.0}
+    kept = [fit(plan, seconds, jobs=1, budget=budget) for budget in (120, 100, 80, 60, 40, 20)]
+    assert [(each.seeds, len(each.rates["clip"])) for each in kept] == [(3, 4), (2, 4), (1, 4), (1, 3), (1, 2), (1, 1)]
+    assert kept[-1].rates["clip"] in ([1e-4], [1e-3])

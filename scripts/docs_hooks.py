@@ -14,6 +14,14 @@ from mkdocs.structure.files import File, Files
 TOP_PAGES = ("SECURITY.md", "CHANGELOG.md")
 
 
+def on_config(config: Any) -> Any:
+    """Show the version beside the name."""
+    text = (Path(config["config_file_path"]).parent / "coder_plugin" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.M)
+    config["site_name"] += f" {version}"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages of the top folder, whose links into ``docs/`` lose that prefix."""
     top = Path(config["config_file_path"]).parent
@@ -29,7 +37,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Docstrings refer to names as Sphinx does and to pages by their path; show the name, and link the page."""
+    """Docstrings refer to names as Sphinx does and to pages by their path; show the name, and link the page.
+
+    Each documented name has its import below its heading.
+    """
+    html = re.sub(
+        r'(<h2 id="(?:coder_plugin\.)?([\w.]*?)\.?(\w+)" class="doc doc-heading">.*?</h2>)',
+        lambda found: f"{found[1]}<p class='doc-import'><code>from {'.'.join(filter(None, ('coder_plugin', found[2])))} "
+        f"import {found[3]}</code></p>",
+        html,
+        flags=re.S,
+    )
     html = re.sub(r":(?:func|class|meth|mod|attr):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
     here = page.file.dest_uri.rpartition("/")[0] or "."
     return re.sub(

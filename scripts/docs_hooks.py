@@ -10,15 +10,15 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File, Files
 
+import coder_plugin
+
 #: Pages of the repository's top folder that the site has, too.
 TOP_PAGES = ("SECURITY.md", "CHANGELOG.md")
 
 
 def on_config(config: Any) -> Any:
     """Show the version beside the name."""
-    text = (Path(config["config_file_path"]).parent / "coder_plugin" / "__init__.py").read_text(encoding="utf-8")
-    (version,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.M)
-    config["site_name"] += f" {version}"
+    config["site_name"] += f" {coder_plugin.__version__}"
     return config
 
 
@@ -42,9 +42,8 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     Each documented name has its import below its heading.
     """
     html = re.sub(
-        r'(<h2 id="(?:coder_plugin\.)?([\w.]*?)\.?(\w+)" class="doc doc-heading">.*?</h2>)',
-        lambda found: f"{found[1]}<p class='doc-import'><code>from {'.'.join(filter(None, ('coder_plugin', found[2])))} "
-        f"import {found[3]}</code></p>",
+        r'<h2 id="(?:coder_plugin\.)?([\w.]*?)\.?(\w+)" class="doc doc-heading">.*?</h2>',
+        lambda found: f"{found[0]}<p class='doc-import'><code>{_import(found[1], found[2])}</code></p>",
         html,
         flags=re.S,
     )
@@ -55,6 +54,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         lambda match: f'<a href="{relpath(match[1] + ".html", here)}{match[2] or ""}">{match[1]}.md{match[2] or ""}</a>',
         html,
     )
+
+
+def _import(module: str, name: str) -> str:
+    """The line that imports a name: from the package itself where that has it."""
+    where = "coder_plugin" if not module or name in coder_plugin.__all__ else f"coder_plugin.{module}"
+    return f"from {where} import {name}"
 
 
 class Docstrings(griffe.Extension):

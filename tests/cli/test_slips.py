@@ -288,6 +288,7 @@ def test_without_a_command_the_help_is_printed(capsys) -> None:
     assert "usage: coder-plugin" in (printed := capsys.readouterr()).out and not printed.err
     groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", printed.out, flags=re.M)
     listed = {title: re.findall(r"^  (\w+)", text, flags=re.M) for title, text in groups}
+    assert "positional arguments" not in printed.out
     assert [*listed] == ["options", "train", "measure", "search", "share", "inspect"]
     assert listed["share"] == ["share", "vectors"] and sorted(sum([*listed.values()], [])) == sorted(COMMANDS)
     assert "\n  coder-plugin train --name scenes\n" in printed.out

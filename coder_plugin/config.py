@@ -122,7 +122,7 @@ class ModelConfig:
     lock_image_freeze_bn_stats: bool = option(
         True, "keep the BatchNorm statistics of frozen image layers (--lock-image, --lora-rank) as they are"
     )
-    lock_text: bool = option(False, "freeze the text tower")
+    lock_text: bool = option(False, "freeze the text tower", common=True)
     lock_text_unlocked_layers: int = option(0, "leave the text tower's last n layers unlocked", at_least=0, listed=True)
     lock_text_freeze_layer_norm: bool = option(False, "also freeze LayerNorm of the locked text layers")
     force_image_size: int | list[int] | None = option(None, "override the model's image size in pixels", uses=("opening",))
@@ -146,7 +146,7 @@ class ModelConfig:
     )
     aug_cfg: list[str] = option([], "open_clip's augmentation options, OPTION=VALUE", metavar="OPTION=VALUE")
     cache_dir: str | None = option(None, "folder for open_clip's downloads", listed=True, uses=("opening",))
-    grad_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory")
+    grad_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory", common=True)
     channels_last: bool = option(False, "keep images channels-last, which is faster for convolutional towers")
     torchcompile: bool = option(False, "compile the model and the loss with torch.compile", listed=True)
     aggregator: str = option(
@@ -224,10 +224,12 @@ class DataConfig:
         None, "CSV column of hard negatives, a JSON list of texts [negatives]", metavar="COLUMN"
     )
     negatives_file: str | None = option(
-        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs", metavar="FILE"
+        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs", metavar="FILE",
+        common=True
     )
     hard_negatives: int = option(
-        0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0
+        0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0,
+        common=True
     )
     image_column: str | None = option(
         None, "column of the pictures of Hugging Face data [its images]", metavar="COLUMN", uses=("reading",)
@@ -275,7 +277,9 @@ class OptimConfig:
     lr_scheduler: str = option("cosine", "schedule after the warm-up", choices=("cosine", "const", "step"))
     lr_step_epochs: int = option(15, "epochs between the drops of --lr-scheduler step", at_least=1)
     lr_step_gamma: float = option(0.1, "factor of each drop of --lr-scheduler step")
-    layer_decay: float = option(1.0, "factor on the learning rate per layer, from the towers' outputs to their inputs")
+    layer_decay: float = option(
+        1.0, "factor on the learning rate per layer, from the towers' outputs to their inputs", common=True
+    )
     heads_lr_scale: float = option(1.0, "factor on the learning rate of the heads that the loss adds", at_least=0)
     text_lr_scale: float = option(1.0, "factor on the text encoder's learning rate [1; region-bert: 0.1]", at_least=0)
     grad_clip_norm: float | None = option(None, "clip the gradient to this norm [no clipping]")
@@ -310,14 +314,15 @@ class EvalConfig:
     )
     zeroshot: str | None = option(
         None, "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training "
-        "costs elsewhere", metavar="FOLDER"
+        "costs elsewhere", metavar="FOLDER", common=True
     )
     zeroshot_frequency: int = option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1, listed=True)
     classnames: str | None = option(
         None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]", metavar="FILE"
     )
     templates: str | None = option(
-        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]"
+        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]",
+        common=True
     )
 
     def __post_init__(self) -> None:
@@ -332,8 +337,8 @@ class RunConfig:
 
     logs: str = option("./logs", "folder that holds the runs' folders", metavar="FOLDER", common=True)
     recipe: str | None = option(
-        None, "a whole set-up: a name that coder-plugin recipes lists, or a .toml file; --config and other flags win over it",
-        common=True
+        None, "a whole set-up, --loss included: a name that coder-plugin recipes lists, or a .toml file; --config and other "
+        "flags win over it", common=True, group="objective"
     )
     name: str | None = option(None, "the run's folder in --logs [date and model]", common=True)
     resume: str | None = option(

@@ -1,10 +1,14 @@
-"""The exception for mistakes that a user can correct, and the hint for misspelled names."""
+"""The exception for mistakes that a user can correct, and the hints in messages: similar names, what to install."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+from urllib.parse import unquote, urlparse
 
 
 class CoderError(ValueError):
@@ -39,6 +43,23 @@ def did_you_mean(word: str, *choices: Iterable[str], folder: str = "") -> str:
         if nearest is not None and distances[nearest] <= limit:
             return f"; did you mean {os.path.join(folder, nearest)!r}?"
     return ""
+
+
+@cache
+def install_command(extra: str) -> str:
+    """The command that installs one of the extras: ``pip install "coder-plugin[lora]"``, or with the clone's folder where the
+    package is installed from a clone by ``pip install -e``.
+
+    Args:
+        extra: a name of the optional dependencies in ``pyproject.toml``.
+    """
+    try:
+        origin = json.loads(metadata.distribution("coder-plugin").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+    if origin.get("dir_info", {}).get("editable"):
+        return f'pip install -e "{unquote(urlparse(origin["url"]).path)}[{extra}]"'
+    return f'pip install "coder-plugin[{extra}]"'
 
 
 def _distance(one: str, other: str) -> int:

@@ -23,7 +23,7 @@ _OUTPUTS = frozenset({"image_features", "text_features", "logit_scale", "logit_b
 def create_model(
     name: str,
     *,
-    loss: Any = "coder",
+    loss: Any = "dcl",
     custom_heads: Sequence[Any] = (),
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,

@@ -6,7 +6,7 @@ import contextlib
 from importlib import import_module
 from typing import Any
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.following import Following, clamp_logit_scale, find_model, follow
 
 _BASES: dict[Any, None] = {}  # each package's trainer wants its own
@@ -14,7 +14,7 @@ for _package in ("lightning.pytorch", "pytorch_lightning"):
     with contextlib.suppress(ModuleNotFoundError):
         _BASES[import_module(_package).Callback] = None
 if not _BASES:
-    raise CoderError("Lightning is not installed: pip install lightning")
+    raise CoderError(f"Lightning is not installed: {install_command('lightning')}")
 _Callback: Any = type("Callback", tuple(_BASES), {})
 
 #: Strategies that hold only a part of the model in each process.

@@ -10,8 +10,16 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File, Files
 
+import coder_plugin
+
 #: Pages of the repository's top folder that the site has, too.
 TOP_PAGES = ("SECURITY.md", "CHANGELOG.md")
+
+
+def on_config(config: Any) -> Any:
+    """Show the version beside the name."""
+    config["site_name"] += f" {coder_plugin.__version__}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -29,7 +37,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Docstrings refer to names as Sphinx does and to pages by their path; show the name, and link the page."""
+    """Docstrings refer to names as Sphinx does and to pages by their path; show the name, and link the page.
+
+    Each documented name has its import below its heading.
+    """
+    html = re.sub(
+        r'<h2 id="(?:coder_plugin\.)?([\w.]*?)\.?(\w+)" class="doc doc-heading">.*?</h2>',
+        lambda found: f"{found[0]}<p class='doc-import'><code>{_import(found[1], found[2])}</code></p>",
+        html,
+        flags=re.S,
+    )
     html = re.sub(r":(?:func|class|meth|mod|attr):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
     here = page.file.dest_uri.rpartition("/")[0] or "."
     return re.sub(
@@ -37,6 +54,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         lambda match: f'<a href="{relpath(match[1] + ".html", here)}{match[2] or ""}">{match[1]}.md{match[2] or ""}</a>',
         html,
     )
+
+
+def _import(module: str, name: str) -> str:
+    """The line that imports a name: from the package itself where that has it."""
+    where = "coder_plugin" if not module or name in coder_plugin.__all__ else f"coder_plugin.{module}"
+    return f"from {where} import {name}"
 
 
 class Docstrings(griffe.Extension):

@@ -35,7 +35,7 @@ COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", 
 #: Promised to users: these parameters, in this order, with these defaults. Further parameters must have a default.
 PROMISED = {
     "coder_plugin": (
-        "create_model(name, *, loss='coder')",
+        "create_model(name, *, loss='dcl')",
         "create_loss(loss, *, model)",
         "list_plugins(group=None)",
         "register(group, name, target=None)",

@@ -43,6 +43,16 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not outside, f"{path.name}: {outside}"
 
 
+def test_pages_say_which_version_and_what_to_import(site: Path) -> None:
+    import coder_plugin
+
+    assert f"<title>coder_plugin {coder_plugin.__version__}</title>" in (site / "index.html").read_text()
+    main, plugins = article(site, Path("api/main.md")), article(site, Path("api/plugins.md"))
+    assert all(f"<code>from coder_plugin import {name}</code>" in main for name in ("create_model", "from_pretrained"))
+    assert "<code>from coder_plugin.integrations.transformers import CoderTrainer</code>" in main
+    assert "<code>from coder_plugin.losses.base import Term</code>" in plugins
+
+
 def test_the_api_pages_hold_the_docstrings(site: Path) -> None:
     from coder_plugin import __all__ as names
     from coder_plugin import functional

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import coder_plugin
-from coder_plugin import registry
+from coder_plugin import errors, registry
 
 try:
     import tomllib
@@ -153,6 +154,26 @@ def test_extras_that_are_named_exist(path: str) -> None:
     assert named <= set(PYPROJECT["project"]["optional-dependencies"])
 
 
+def test_extras_that_messages_name_exist() -> None:
+    sources = (path.read_text() for folder in ("coder_plugin", "integrations") for path in (ROOT / folder).rglob("*.py"))
+    named = set(re.findall(r"install_command\(['\"]([\w-]+)['\"]\)", "\n".join(sources)))
+    assert len(named) > 8 and named <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"url": "file:///home/a%20b/clone", "dir_info": {"editable": true}}', 'pip install -e "/home/a b/clone[lora]"'),
+        ('{"url": "file:///home/ab/clone", "dir_info": {}}', 'pip install "coder-plugin[lora]"'),
+        (None, 'pip install "coder-plugin[lora]"'),
+    ],
+)
+def test_messages_name_the_install_that_works(origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution = SimpleNamespace(read_text=lambda name: origin if name == "direct_url.json" else None)
+    monkeypatch.setattr(errors.metadata, "distribution", lambda name: distribution)
+    assert errors.install_command.__wrapped__("lora") == command
+
+
 def test_every_entry_point_of_ours_loads() -> None:
     plugins = [plugin for plugin in registry.list_plugins(check=True) if plugin.distribution == "coder-plugin"]
     assert {plugin.name: plugin.error for plugin in plugins if plugin.error} == {}
@@ -254,7 +275,7 @@ def test_help_answers_at_once() -> None:
     after = os.times()
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
     for subcommand in "train eval report index search serve concepts regions plugins doctor share".split():
-        assert f"\n    {subcommand} " in done.stdout
+        assert f"\n  {subcommand} " in done.stdout
 
 
 def test_public_names_are_where_they_are_said_to_be() -> None:

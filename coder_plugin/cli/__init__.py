@@ -15,7 +15,6 @@ from coder_plugin.cli import (
     duplicates,
     embed,
     eval,
-    export,
     index,
     mine,
     plugins,
@@ -26,10 +25,29 @@ from coder_plugin.cli import (
     serve,
     share,
     train,
+    vectors,
 )
 from coder_plugin.cli.parsing import CommandParser
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import PrintableFormatter, echo
+
+#: All commands, by what they are for.
+_COMMANDS = {
+    "train": (train, concepts, regions, mine),
+    "measure": (eval, compare, report),
+    "search": (embed, index, search, serve, duplicates),
+    "share": (share, vectors),
+    "inspect": (doctor, recipes, plugins),
+}
+_EXAMPLE = """first step, without data; a few minutes on a CPU:
+  coder-plugin train --name scenes
+
+fine-tune a pretrained CLIP on your table with the columns filepath and title:
+  coder-plugin train --recipe finetune-clip --model ViT-B-32 --pretrained laion2b_s34b_b79k \\
+      --train-data train.csv --val-data val.csv
+
+options of a command: coder-plugin COMMAND --help
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> CommandParser:
     parser = CommandParser(
-        prog="coder-plugin", description="Losses beyond InfoNCE for OpenCLIP-style image-text retrieval training."
+        prog="coder-plugin",
+        description="Losses beyond InfoNCE for OpenCLIP-style image-text retrieval training.",
+        example=_EXAMPLE,
     )
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    searching = (embed, index, search, serve, duplicates, export, mine)
-    for command in (train, compare, eval, report, *searching, concepts, regions, recipes, share, plugins, doctor):
-        command.add_parser(commands)
+    for title, modules in _COMMANDS.items():
+        with parser.titled(title, commands):
+            for module in modules:
+                module.add_parser(commands)
     return parser

@@ -38,10 +38,11 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
     )
     options = [option for name, option in options_by_name().items() if only is None or name in only]
     training = any(option.name == "train_data" for option in options)
-    for subject, title in _TITLES.items():
+    options.sort(key=lambda option: option.group is None)  # --recipe beside --loss
+    for title in _TITLES.values():
         group = parser.add_argument_group(title)
         for option in options:
-            if option.subject == subject and not option.listed:
+            if title == (option.group or _TITLES[option.subject]) and not option.listed:
                 _add(group, option, None if training else _WITHOUT_TRAINING.get(option.name))
     if listed := [option for option in options if option.listed]:
         _add_list(parser.add_argument_group("open_clip's rarer options"), listed)

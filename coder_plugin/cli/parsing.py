@@ -7,7 +7,8 @@ import difflib
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from coder_plugin.errors import did_you_mean
@@ -80,11 +81,25 @@ class _HelpAll(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, which names what is wrong and what is allowed. Options cannot be abbreviated."""
+    """A parser whose errors are one line, which names what is wrong and what is allowed. Options cannot be abbreviated.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        example: lines at the end of the help, printed as they are.
+    """
+
+    def __init__(self, *, example: str = "", **options: Any) -> None:
+        self.example = example
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
         self.set_defaults(parser=self)  # the parser of the command that was given, for its own errors
+
+    @contextmanager
+    def titled(self, title: str, commands: argparse._SubParsersAction) -> Iterator[None]:
+        """List the commands that are added meanwhile under a title of their own in the help."""
+        if commands in self._positionals._group_actions:
+            self._positionals._group_actions.remove(commands)
+        listed = len(commands._choices_actions)
+        yield
+        self.add_argument_group(title)._group_actions.extend(commands._choices_actions[listed:])
 
     def add_help_all(self) -> None:
         """Add ``--help-all``, which also shows the options that :func:`mark_rare` has marked, if there are any."""
@@ -97,7 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         rare = sum(map(is_rare, self._actions))
         if rare and self.formatter_class is not FullHelp:
             text += f"\n{rare} more options: {self.prog} --help-all\n"
-        return text
+        return f"{text}\n{self.example}" if self.example else text
 
     def error(self, message: str) -> NoReturn:
         has_rare = any(map(is_rare, self._actions))

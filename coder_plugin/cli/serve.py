@@ -12,7 +12,7 @@ from pathlib import Path
 from coder_plugin.cli.encoding import SearchFlags
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import option
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.terminal import echo, plural
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def run(arguments: Command) -> int:
         raise CoderError(f"--port must be 0 to 65535, got {arguments.port}")
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:
-        raise CoderError(f'serve needs {", ".join(missing)}: pip install "coder-plugin[serve]"')
+        raise CoderError(f"serve needs {', '.join(missing)}: {install_command('serve')}")
     serve_command(arguments)
     return 0
 

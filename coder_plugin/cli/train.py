@@ -166,7 +166,7 @@ def next_commands(trainer: Trainer) -> list[str]:
         if options[name] not in (None, get_option(name).default):
             reading += get_option(name).words(options[name])
     index = str(trainer.folder / "index")
-    text = "a red circle" if config.data.on_scenes else "a dog"
+    text = "a large pink striped cross on a beige background" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]
     aside = config.data.hold_aside > 0
     known = (aside or config.data.val is not None) and all(map(is_local, filter(None, (data, config.data.regions))))

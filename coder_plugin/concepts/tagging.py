@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 
 Token = tuple[str, str, str]
 _WORD = re.compile(r"[^\W\d_]+(?:[-'][^\W\d_]+)*")
@@ -106,7 +106,7 @@ class spacy_tagger:
             import spacy
         except ImportError as error:
             raise CoderError(
-                f'tagger {model!r} needs spaCy and a pipeline: pip install "coder-plugin[concepts]", '
+                f"tagger {model!r} needs spaCy and a pipeline: {install_command('concepts')}, "
                 "then python -m spacy download en_core_web_sm"
             ) from error
         self.name = Path(model).name

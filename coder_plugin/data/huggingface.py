@@ -26,7 +26,7 @@ from coder_plugin.data.source import ItemSource, Source, check_captions, check_n
 from coder_plugin.data.streams import StreamSource
 from coder_plugin.data.tables import check_metadata, no_picture, other_names
 from coder_plugin.data.tars import LARGEST_FILE
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.hub_access import hub_access
 
 #: OWNER/NAME of the hub, then a configuration, a revision and a split, where they are given.
@@ -113,7 +113,7 @@ def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
     try:
         import datasets
     except ImportError as error:
-        raise CoderError(f'{spec}: this needs datasets: pip install "coder-plugin[datasets]"') from error
+        raise CoderError(f"{spec}: this needs datasets: {install_command('datasets')}") from error
     if Version(datasets.__version__) < Version("4"):  # older ones run code of data sets
         raise CoderError(f"{spec}: datasets {datasets.__version__} is installed, 4 or later is needed: pip install -U datasets")
     location = re.sub(r"^hf(-streaming)?:", "", spec)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.evaluation.coco import Benchmark, Numbers
 from coder_plugin.evaluation.metrics import align, format_cell
 from coder_plugin.evaluation.multi_positive import Scores, figures, pairs_of, rankings
@@ -37,7 +37,7 @@ def load() -> Any:
         try:
             from eccv_caption import Metrics
         except ImportError as error:
-            raise CoderError('ECCV Caption needs its package: pip install "coder-plugin[eccv]"') from error
+            raise CoderError(f"ECCV Caption needs its package: {install_command('eccv')}") from error
         return Metrics()
 
 

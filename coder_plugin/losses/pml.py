@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.errors import CoderError, did_you_mean, install_command
 from coder_plugin.losses.base import Term
 
 Pairs = Literal["all", "image-text"]
@@ -104,7 +104,7 @@ def library(name: str) -> type[PML]:
     try:
         from pytorch_metric_learning import losses
     except ImportError as error:
-        raise CoderError(f"pml.{name} needs pytorch-metric-learning: pip install 'coder-plugin[pml]' ({error})") from error
+        raise CoderError(f"pml.{name} needs pytorch-metric-learning: {install_command('pml')} ({error})") from error
     base, generic = losses.BaseMetricLossFunction, (losses.BaseMetricLossFunction, losses.GenericPairLoss)
     found = {key: cls for key, cls in vars(losses).items() if isinstance(cls, type) and issubclass(cls, base)}
     with_parameters = {key for key, cls in found.items() if issubclass(cls, losses.WeightRegularizerMixin)}

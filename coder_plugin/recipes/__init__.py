@@ -169,7 +169,10 @@ def _load(name: str, heirs: tuple[str, ...]) -> Recipe:
     if find_objective(name) is not None:
         raise CoderError(f"{name!r} is an objective, not a recipe: it sets no model and no training; use --loss {name}")
     rows = [each for each in names() if each.rpartition("/")[2] == name]  # without its paper
-    hint = f"; did you mean {rows[0]!r}?" if rows else did_you_mean(name, names())
+    if not rows and name in registry.names("losses"):
+        raise CoderError(f"{name!r} is a loss, not a recipe: it sets no model and no training; use --loss {name}")
+    rows = rows or [each for each in names() if each.startswith(f"{name}-")]
+    hint = f"; did you mean {rows[0]!r}?" if rows else did_you_mean(name, names(), objectives())
     raise CoderError(f"unknown recipe {name!r}{hint} (coder-plugin recipes --all lists them; a file's name ends in .toml)")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.evaluation.analyses import length_labels, ranked_by
 from coder_plugin.report.alignment import Alignment, brightness
 from coder_plugin.report.charts import new_figure, plain_text
@@ -46,7 +46,7 @@ def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> N
             __import__(module)
         Path(folder).mkdir(parents=True, exist_ok=True)
     except ImportError as error:
-        raise CoderError(f'{flag} {lacks}: pip install "coder-plugin[report]"') from error
+        raise CoderError(f"{flag} {lacks}: {install_command('report')}") from error
     except OSError as error:
         raise CoderError(f"{flag} {folder} cannot be made: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.report.alignment import Aligner
 from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS, split_words
@@ -199,7 +199,7 @@ def check_sklearn() -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise CoderError('t-SNE needs scikit-learn: pip install "coder-plugin[report]"') from error
+        raise CoderError(f"t-SNE needs scikit-learn: {install_command('report')}") from error
 
 
 def _caption_with(captions: Sequence[str], concept: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin.data.item import stable_hash
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.search.parquet import Table, storable
 
 #: The longest that a filter may take, and the most memory.
@@ -203,7 +203,7 @@ class Records:
         try:
             import duckdb
         except ImportError:
-            raise CoderError("--where needs DuckDB: pip install duckdb") from None
+            raise CoderError(f"--where needs DuckDB: {install_command('filters')}") from None
         names = [name for name in ("key", "path", "member", *self.table.columns) if name.lower() in expression.lower()]
         faults: list[CoderError] = []
 

@@ -26,7 +26,7 @@ from coder_plugin import __version__
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.decode import FORMATS, decode_image
 from coder_plugin.data.source import text_fault
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.html import asset, render
 from coder_plugin.search.parquet import KINDS
 from coder_plugin.search.records import SHOWN
@@ -45,7 +45,7 @@ try:
     from starlette.datastructures import MutableHeaders
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise CoderError(f'serve needs FastAPI and uvicorn: pip install "coder-plugin[serve]" ({error})') from error
+    raise CoderError(f"serve needs FastAPI and uvicorn: {install_command('serve')} ({error})") from error
 
 log = logging.getLogger(__name__)
 #: The most results of a search, characters of a text or a key, and bytes of a search in JSON.

@@ -24,7 +24,7 @@ from coder_plugin.data.from_config import make_source, object_source
 from coder_plugin.data.huggingface import is_dataset
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, heads_having, heads_with
@@ -449,7 +449,7 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
+        raise CoderError(f"--lora-rank needs peft: {install_command('lora')}") from error
     # in a region model only the text encoder is pretrained
     is_new = (lambda name: not name.startswith("text.transformer.")) if isinstance(model, Backbone) else after_tower
     trainable = {name for name, p in model.named_parameters() if p.requires_grad and is_new(name)}

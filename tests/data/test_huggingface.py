@@ -24,6 +24,7 @@ from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.streams import STRIDE
+from coder_plugin.errors import install_command
 from tests import gloo
 from tests.data.test_loader import BAD, BATCH, NUMBER, equal, fault, loader, numbers, png, transform
 
@@ -447,7 +448,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
     assert fault(open_source, str(write_parquet(tmp_path / "p"))) == f"{tmp_path / 'p'}: division by zero"
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert 'pip install "coder-plugin[datasets]"' in fault(open_source, "hf:o/n")
+    assert install_command("datasets") in fault(open_source, "hf:o/n")
 
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):

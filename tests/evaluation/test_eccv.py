@@ -176,7 +176,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
     monkeypatch.setitem(sys.modules, "eccv_caption", None)
-    with pytest.raises(CoderError, match=r"coder-plugin\[eccv\]"):
+    with pytest.raises(CoderError, match=r"pip install .+\[eccv\]"):
         eccv.load()
 
 

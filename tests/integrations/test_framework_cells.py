@@ -1,4 +1,4 @@
-"""The table of docs/frameworks.md: every cell with a "yes" is a training that runs here."""
+"""What docs/frameworks.md says to work: every loop with every loss in every setting is a training that runs here."""
 
 from __future__ import annotations
 
@@ -30,22 +30,9 @@ LOOPS = {
 SETTINGS = ("one process", "DDP", "accumulation", "bf16", "compile", "resume")
 
 
-def table() -> dict[tuple[str, str, str], str]:
-    """The cells of the page by loop, loss and setting."""
-    lines = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8").splitlines()
-    head = next(number for number, line in enumerate(lines) if line.startswith("| loop | loss |"))
-    assert [each.strip() for each in lines[head].strip("|").split("|")][2:] == list(SETTINGS)
-    found = {}
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[head + 2 :]):
-        loop, loss, *cells = (each.strip() for each in line.strip("|").split("|"))
-        found.update({(LOOPS[loop], loss.strip("`"), setting): cell for setting, cell in zip(SETTINGS, cells, strict=True)})
-    return found
-
-
-def test_the_table_is_complete() -> None:
-    cells = table()
-    assert set(cells) == set(itertools.product(LOOPS.values(), LOSSES, SETTINGS))
-    assert set(cells.values()) == {"yes"}
+def test_the_page_names_every_cell() -> None:
+    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8").partition("## What works\n")[2]
+    assert [name for name in (*LOOPS, *(f"`{loss}`" for loss in LOSSES), *SETTINGS) if name not in text] == []
 
 
 def trained(runs: Any, path: str, loop: str, loss: str, setting: str, folder: Path) -> Any:

@@ -177,7 +177,7 @@ def test_objects_that_are_refused() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
-    with pytest.raises(CoderError, match=r"pml.NTXentLoss needs pytorch-metric-learning: pip install 'coder-plugin\[pml\]'"):
+    with pytest.raises(CoderError, match="pml.NTXentLoss needs pytorch-metric-learning: pip install "):
         Objective.parse("pml.NTXentLoss")
     monkeypatch.undo()
     library.cache_clear()

@@ -86,7 +86,7 @@ def test_what_is_missing_is_told_of_at_once(absent: str, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(compare._Setting, "data", lambda *_: pytest.fail("read before the extras were looked for"))
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CoderError, match=r"coder-plugin\[report\]"):
+    with pytest.raises(CoderError, match=r"pip install .+\[report\]"):
         evaluate_command(arguments(pictures=str(tmp_path / "new")), {})
 
 

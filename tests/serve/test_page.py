@@ -16,6 +16,7 @@ import pytest
 
 from coder_plugin.cli import main
 from coder_plugin.cli.serve import _hint
+from coder_plugin.errors import install_command
 from tests import fresh
 from tests.serve.chrome import Page, page
 from tests.serve.conftest import COUNT, NAME, Live, Made, running
@@ -214,7 +215,7 @@ def test_what_cannot_be_served(made: Made, capsys: pytest.CaptureFixture[str], f
 
 def test_what_is_missing(made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coder_plugin.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
-    assert 'serve needs uvicorn: pip install "coder-plugin[serve]"' in error(capsys, str(made.index))
+    assert f"serve needs uvicorn: {install_command('serve')}" in error(capsys, str(made.index))
 
 
 def test_the_benchmark_in_its_smallest_form(server: Live, made: Made, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin.data.bad_samples import BadSample
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 
 log = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
@@ -188,7 +188,7 @@ def optional_package(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as exc:
         package = module.partition(".")[0]
-        raise CoderError(f'this file needs the package {package}: pip install "coder-plugin[regions]"') from exc
+        raise CoderError(f"this file needs the package {package}: {install_command('regions')}") from exc
 
 
 #: How :func:`names_of` changes a name, in its order.

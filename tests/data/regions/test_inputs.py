@@ -21,7 +21,7 @@ from coder_plugin.data.regions.folder import FOLDER
 from coder_plugin.data.regions.hdf5 import HDF5
 from coder_plugin.data.regions.lmdb_ import LMDB
 from coder_plugin.data.regions.tsv import BUA, LXMERT
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, install_command
 from tests.data.regions import layouts
 
 FORMS: dict[str, tuple[RegionFormat, Any, str]] = {
@@ -398,7 +398,7 @@ def test_a_file_that_is_cut_off_is_refused_before_a_page_is_missed(tmp_path):
 @pytest.mark.parametrize(("form", "package"), [(LMDB, "lmdb"), (HDF5, "h5py")])
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch, form, package):
     monkeypatch.setitem(sys.modules, package, None)
-    assert f'package {package}: pip install "coder-plugin[regions]"' in fault(form, tmp_path / "x")
+    assert f"package {package}: {install_command('regions')}" in fault(form, tmp_path / "x")
 
 
 # folders

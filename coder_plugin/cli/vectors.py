@@ -1,4 +1,4 @@
-"""``coder-plugin export``."""
+"""``coder-plugin vectors``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = ("parquet", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """The flags of ``coder-plugin export``."""
+    """The flags of ``coder-plugin vectors``."""
 
     index: str = option(MISSING, "a folder written by coder-plugin index or embed", metavar="INDEX", positional=True)
     to: str = option(MISSING, "parquet or numpy; vector stores read Parquet", metavar="FORM")
@@ -26,7 +26,7 @@ class Command:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "export",
+        "vectors",
         help="write the vectors of an index as Parquet or NumPy files",
         description="Write the vectors of an index or of a folder of embeddings to a new folder: the Parquet files with keys, "
         "captions and all other columns, or one NumPy array of each kind beside keys.txt and captions.txt.",
@@ -43,11 +43,11 @@ def run(arguments: Command) -> int:
             "index in a few lines: docs/vector_stores.md"
         )
     check_folder(arguments.index, "an index", command="coder-plugin index")
-    echo(export_command(arguments))
+    echo(vectors_command(arguments))
     return 0
 
 
-def export_command(arguments: Command) -> str:
+def vectors_command(arguments: Command) -> str:
     """Write the files; returns a summary."""
     import shutil
 

@@ -77,26 +77,6 @@ def test_goals_are_compared_with_the_worst_figure(gpu_day) -> None:
     assert table["coder step / clip step, ViT-B-32 at 256"] == ["1.45", "x", "1.5", "DOES", "NOT", "HOLD"]
 
 
-def test_an_earlier_run_is_not_compared(gpu_day, tmp_path, monkeypatch, capsys) -> None:
-    earlier = {"case": "dcl 32768 x 1024", "form": "tiled bfloat16", "seconds": 0.5}
-    line = json.dumps({**earlier, "seconds": 0.012})
-    code = f"open({str(tmp_path / 'results.jsonl')!r}, 'a').write({line + chr(10)!r})"
-    monkeypatch.setattr(gpu_day, "STAGES", (gpu_day.Stage("dcl", 30, (), ("-c", code)),))
-    (tmp_path / "results.jsonl").write_text(json.dumps(earlier) + "\nhalf a li")
-    assert gpu_day.main(["--dry", "--out", str(tmp_path)]) == 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("DCL 32,768 x 1024, tiled bfloat16 "))
-    assert said.split()[-2:] == ["12", "holds"]
-
-
-def test_all_stages_fit_into_the_time(gpu_day) -> None:
-    assert sum(stage.limit for stage in gpu_day.STAGES) <= gpu_day.arguments([]).limit - 20  # 20 s to install
-
-
-def test_the_files_with_tests_for_a_gpu_are_found(gpu_day) -> None:
-    found = gpu_day.gpu_tests()
-    assert "tests/noise/test_generators.py" in found and "tests/test_layers.py" not in found
-
-
 @pytest.mark.slow
 def test_every_stage_runs_in_its_tiny_form(tmp_path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -79,37 +79,6 @@ def test_image_locals_and_contexts_are_before_and_after_the_last_blocks(make, na
     assert not torch.allclose(found[IMAGE[0]], found[IMAGE[1]], atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["vit", "vit-custom-blocks", "timm-token", "timm-mlp", "timm-eva"])
-@torch.no_grad()
-def test_the_way_of_the_class_token_is_the_towers(make, name: str) -> None:
-    model = make(name)
-    to_joint = token_projection.image_projection(model.visual)
-    last = raw_image(model.visual, images(model))[-1]
-    torch.testing.assert_close(to_joint(last[:, :1])[:, 0], model.encode_image(images(model)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["vit-average", "timm-average"])
-@torch.no_grad()
-def test_an_averaged_feature_is_the_mean_of_the_contexts(make, name: str) -> None:
-    model = make(name)
-    found = model.describe_image(images(model))
-    torch.testing.assert_close(found[IMAGE[1]].mean(1), model.encode_image(images(model)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["coca", "timm-map"])
-@torch.no_grad()
-def test_an_attention_pool_of_equal_tokens_gives_their_way(make, name: str) -> None:
-    """However many there are: attention over equal tokens is their value."""
-    model = make(name)
-    token = raw_image(model.visual, images(model))[-1][:, :1]
-    visual, sets = model.visual, token.expand(-1, 7, -1)
-    if name == "coca":
-        pooled = visual._pool(sets)[0] @ visual.proj
-    else:
-        pooled = visual.head(visual.trunk.forward_head(visual.trunk.norm(sets)))
-    torch.testing.assert_close(token_projection.image_projection(visual)(token)[:, 0], pooled, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["vit-dropout", "timm-dropout"])
 def test_dropped_patches_are_gone_everywhere(make, name: str) -> None:
     """In training: locals, contexts and tokens are of the same patches, and the towers' features are what they were."""
@@ -166,15 +135,6 @@ def test_the_cells_of_a_grid_are_locals_and_contexts(make, name: str) -> None:
         y, x = cells[place]
         expected = cell_alone(model.visual, grid[:, :, y : y + 1, x : x + 1])
         torch.testing.assert_close(found[IMAGE[0]][:, place], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["timm-resnet", "timm-efficientnet"])
-@torch.no_grad()
-def test_an_averaged_linear_head_is_the_mean_of_its_cells(make, name: str) -> None:
-    model = make(name)
-    torch.testing.assert_close(
-        model.describe_image(images(model))[IMAGE[1]].mean(1), model.encode_image(images(model)), rtol=1e-4, atol=1e-5
-    )
 
 
 @torch.no_grad()
@@ -262,22 +222,6 @@ def test_text_locals_and_contexts_are_before_and_after_the_last_blocks(make, nam
     first_padding = name == "siglip"  # its end token is its padding
     assert found["text_mask"].sum(1).tolist() == [5 + first_padding, 8 + first_padding, T]
     assert found["text_tokens"].shape[:2] == (B, T)
-
-
-@pytest.mark.parametrize("name", [name for name in TEXTS if name != "coca"])
-@torch.no_grad()
-def test_the_contexts_pool_to_the_towers_text_feature(make, name: str) -> None:
-    model, text = make(text=name), texts_of(name)
-    found, feature = model.describe_text(text), model.encode_text(text)
-    contexts = found["text_contexts"]
-    if name in ("bert-mean", "t5"):
-        valid = (text != 0)[..., None]
-        pooled = (contexts * valid).sum(1) / valid.sum(1)
-    elif name.startswith("bert"):
-        pooled = contexts[:, 0]
-    else:
-        pooled = contexts[:, -1] if name == "siglip" else contexts[torch.arange(B), text.argmax(1)]
-    torch.testing.assert_close(pooled, feature, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

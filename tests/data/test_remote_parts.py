@@ -21,8 +21,6 @@ from coder_plugin.detectors.extract import RegionsJob
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
 
-MODEL = {"name": "x", "fingerprint": "f" * 64}
-
 
 def spec(folder: Path, shards: int) -> str:
     return "::".join(f"pipe:echo {n} >> {folder}/fetched; cat {folder}/s{n}.tar" for n in range(shards))
@@ -68,14 +66,6 @@ def test_images_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(t
         assert fetched(tmp_path) == Counter(range(9)), (world_size, workers)
 
 
-def test_a_local_shard_among_remote_ones_is_dealt_with_them(tmp_path):
-    write_shards(tmp_path, shards=3, size=4)
-    source = open_source(f"pipe:echo 0 >> {tmp_path}/fetched; cat {tmp_path}/s0.tar::{tmp_path}/s1.tar::{tmp_path}/s2.tar")
-    found = [[item.captions[0] for _, item in source.items(part, 2)] for part in range(2)]
-    assert found == [[f"caption {n}" for n in (*range(4), *range(8, 12))], [f"caption {n}" for n in range(4, 8)]]
-    assert fetched(tmp_path) == Counter([0])
-
-
 # the parts of training
 
 
@@ -99,13 +89,6 @@ def test_a_shard_is_shared_only_at_the_ends_of_runs_and_no_part_is_idle(tmp_path
 def extract_by_ranks(job: RegionsJob, ranks: int) -> int:
     """The number of images that this many ranks of a launcher extract, here one after another."""
     return [job.run(index=rank, count=ranks).images for rank in range(ranks)][-1]
-
-
-def test_a_rank_without_a_shard_of_its_own_fetches_none(tmp_path):
-    write_shards(tmp_path, shards=1, size=7, side=40)
-    options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
-    assert extract_by_ranks(RegionsJob(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), 2) == 7
-    assert fetched(tmp_path) == Counter([0])
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 2)])

@@ -6,17 +6,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import pytest
 import torch
 
 import coder_plugin
-from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_json
-from coder_plugin.pretrained.export_manifest import seal_again
 
 
 def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
@@ -70,22 +67,6 @@ def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
     shutil.copytree(folder, tmp_path / ".folder.old")
     coder_plugin.save_pretrained(shared / "gpo", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "coder.safetensors").exists()
-
-
-def test_a_place_that_cannot_be_written_is_said_in_one_line(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["share", str(shared / "lora"), "--to", str(tmp_path / "file" / "in it")]) == 2
-    assert "in it: nothing was shared: " in (said := capsys.readouterr().err) and said.count("\n") == 1
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here" / "below")
-    for place in (".", "..", str(tmp_path / "here")):
-        with pytest.raises(CoderError, match="is the working directory, or above it"):
-            coder_plugin.save_pretrained(shared / "lora", place)
-    made = coder_plugin.save_pretrained(shared / "lora", "../named")
-    assert made == Path("../named") and "# named" in (tmp_path / "here" / "named" / "README.md").read_text()
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["below", "named"]
 
 
 def test_nothing_is_left_of_a_share_that_fails(
@@ -147,28 +128,6 @@ def test_a_changed_description_is_refused_by_name(shared: Path, tmp_path: Path, 
     assert coder_plugin.from_pretrained(folder)
 
 
-def rewrite(folder: Path, content: Any) -> None:
-    """Another record, and the manifest that its writer would make of it."""
-    (folder / "coder_run.json").write_text(json.dumps(content))
-    seal_again(folder)
-
-
-def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    record = json.loads((folder / "coder_run.json").read_text())
-    rewrite(folder, {"card": record["card"]})
-    assert "objective: unknown" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
-    for content, match in (
-        ({**record, "run": {"training data": 5, "batch": 5}}, "coder_run.json lacks what a model card needs"),
-        ({**record, "stated": []}, "stated is not an object"),
-        (5, "it is not an object"),
-    ):
-        rewrite(folder, content)
-        with pytest.raises(CoderError, match=match):
-            coder_plugin.save_pretrained(folder, tmp_path / "last")
-        assert coder_plugin.from_pretrained(folder)  # opening does not read it
-
-
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../b", "a\\..\\b", "C:/x", "text/", ".", ""])
 def test_a_manifest_that_lists_other_places_is_refused(shared: Path, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
@@ -177,14 +136,6 @@ def test_a_manifest_that_lists_other_places_is_refused(shared: Path, tmp_path: P
     manifest["files"][name] = {"bytes": 1, "sha256": "x"}
     (folder / "coder_export.json").write_text(json.dumps({**manifest, "sha256": sha256_json(manifest)}))
     with pytest.raises(CoderError, match="which is not a file in its folder"):
-        coder_plugin.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("name", ["coder_run.json", "open_clip_config.json", "concepts.json"])
-def test_damaged_descriptions_are_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(shared / "coder", tmp_path / "folder")
-    (folder / name).write_text((folder / name).read_text()[:40])
-    with pytest.raises(CoderError, match=name):
         coder_plugin.from_pretrained(folder)
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, triplet
@@ -19,9 +18,8 @@ from coder_plugin.losses.cra import CRA
 from tests import gloo
 from tests.losses import selfalign
 from tests.losses.checks import compiles
-from tests.losses.drawn import close, drawing, same_options, second_order, transforms, value_and_gradient, vectors
-from tests.losses.selfalign import PAIRS, D, Model, contexts_and_locals, joint, numbers, sets, valid
-from tests.peak_memory import LargestTensor
+from tests.losses.drawn import close, same_options, second_order, transforms, value_and_gradient, vectors
+from tests.losses.selfalign import D, Model, contexts_and_locals, joint, numbers, sets, valid
 from tests.references import selfalign as reference
 from tests.references.triplet import triplet as reference_triplet
 
@@ -159,16 +157,6 @@ def test_tiles_are_one_tile(monkeypatch: pytest.MonkeyPatch, tile: int, count: i
         close(got, each)
 
 
-def test_no_tensor_holds_all_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 contexts with 640 locals, in both passes."""
-    monkeypatch.setattr(cra_module, "_TILE_SIZE", 640)
-    monkeypatch.setattr(cra_module, "_MIN_ROWS", 1)
-    context, local = numbers(64, 4).requires_grad_(), numbers(64, 10, 4).requires_grad_()
-    with LargestTensor() as largest:
-        cra(context, local, torch.ones(64, 10, dtype=torch.bool), hard_negatives=8).backward()
-    assert local.nbytes <= largest.bytes <= 64 * 640 * 8 / 4
-
-
 # -- precision and compilation ---------------------------------------------------------------------------------------
 
 
@@ -285,16 +273,6 @@ def test_the_term_equals_its_functions(name: str, local_loss: bool) -> None:
         assert value > 0.01
 
 
-def test_the_combined_hinge_takes_the_best_view() -> None:
-    model, batch = Model(LOSSES["combined"]), joint(2)
-    out = model(batch)
-    views = torch.randn(2 * PAIRS, 3, D, generator=drawing(1), dtype=torch.float64)
-    out["image_features"] = views = normalize(views, dim=-1)
-    base = torch.einsum("ivd,td->itv", views, out["text_features"]).amax(2)
-    score = base + out["coder_image_contexts"] @ out["coder_text_contexts"].T
-    close(model.loss()(**out)["cra_triplet_loss"], triplet(score, margin=0.5, image_ids=batch["image_id"]))
-
-
 @pytest.mark.parametrize("weight", [0.3, 2.5])
 def test_the_combined_hinge_weighs_the_context_score(weight: float) -> None:
     """S_b + weight * S_c, the score that retrieval uses, against one pair at a time."""
@@ -311,12 +289,6 @@ def test_the_combined_hinge_weighs_the_context_score(weight: float) -> None:
     wanted = reference_triplet(score, ids, margin=0.5)
     assert model.loss()(**out)["cra_triplet_loss"].item() == pytest.approx(wanted, rel=1e-10)
     assert abs(reference_triplet(plain, ids, margin=0.5) - wanted) > 1e-3
-
-
-def test_nothing_to_learn_is_an_error() -> None:
-    model = Model(("cra(ca_on='none')", {"contexts.branches": "none"}))
-    with pytest.raises(CoderError, match=r"cra\(ca_on=none\) with contexts.branches=none leaves nothing to learn"):
-        model.loss()(**model(joint(2)))
 
 
 def test_options_of_the_term_are_those_of_its_functions() -> None:

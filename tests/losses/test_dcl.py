@@ -14,21 +14,19 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import create_loss, create_model, distributed
-from coder_plugin.contrast import Dense, Negatives, products
+from coder_plugin.contrast import Dense, products
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity
 from coder_plugin.losses import dcl as written
 from coder_plugin.losses.dcl import DCL, DCLOptions, anchor_losses
 from coder_plugin.losses.diversity import raw_diversity
 from coder_plugin.objective import Objective
-from coder_plugin.resolver import resolve
 from tests import gloo
 from tests.losses.checks import compiles, hard_memory, memory_at_32768_pairs, stays_finite
 from tests.losses.drawn import (
     BAD_DCL_OPTIONS,
     EXACT,
     FORMS,
-    KEYS,
     KINDS,
     TILE_SHAPES,
     Momentum,
@@ -232,26 +230,6 @@ def test_masked_hard_negatives_have_no_effect(form: str, small_tiles: None) -> N
         assert abs(loss(moved) - value) > 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", [{}, {"diversity": "none"}, {"effective_negatives": 9}], ids=str)
-def test_without_any_text_it_is_the_loss_without_them(options: dict[str, Any], form: str) -> None:
-    v, w = pair(4, 4)
-    for m in (0, 3):
-        hard = {"negatives": rows(drawing(), m, 4), "negative_ids": torch.full((m,), -2)}
-        hard["negative_valid"] = hard["negative_ids"] != -2
-        close(dcl(v, w, image_ids=IDS[1:], implementation=form, **hard, **options), dcl(v, w, image_ids=IDS[1:], **options))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_diversity_counts_hard_negatives_too(form: str) -> None:
-    """Negatives of equal similarity have no diversity; a hard negative that differs from them gives some."""
-    v = torch.eye(3, dtype=torch.float64)
-    further = normalize(torch.tensor([[3.0, 1, 0]], dtype=torch.float64), dim=1)
-    weighed, plain = (dcl(v, v, diversity=kind, negatives=further, implementation=form) for kind in ("std", "none"))
-    assert abs(weighed - plain) > 1e-3
-    assert dcl(v, v, implementation=form) == dcl(v, v, diversity="none", implementation=form)
-
-
 def test_of_several_features_of_an_image_the_best_counts() -> None:
     v, w = pair(4, 4)
     other, passed = rows(drawing(8), 4, 4), {"image_ids": IDS[1:], **hard_negatives(drawing(5), 5, 4, 4)}
@@ -412,25 +390,6 @@ def test_the_gradient_through_the_weights_is_a_choice(kind: Any) -> None:
         assert not dcl(features[0].requires_grad_(), features[1], diversity_gradient=True).requires_grad
 
 
-@pytest.mark.parametrize("form", ["reference", "auto"])
-def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another equation in place of anchor_losses: value and gradient follow in every form."""
-
-    def another(negatives: Negatives, weights: Tensor, options: Any) -> Tensor:
-        return anchor_losses(negatives, weights, options) + 3 * (1 - negatives.positive) ** 2 + negatives.hardest()
-
-    v, w = pair(5, 3)
-    scores = v @ w.T
-    hardest = scores.masked_fill(torch.eye(5, dtype=torch.bool), -9)
-    more = 6 * (1 - scores.diagonal()).square().mean() + hardest.amax(1).mean() + hardest.amax(0).mean()
-    want = dcl(v, w) + more
-    monkeypatch.setattr(written, "anchor_losses", another)
-    close(dcl(v, w, implementation=form), want)
-    close(DCL()(v, w), want)
-    compare_forms(dcl, v, w)
-    second_order(lambda *x: dcl(*x, diversity="none", implementation=form), v, w)
-
-
 # -- degenerate batches: finite value and gradient -------------------------------------------------------------------
 
 
@@ -494,16 +453,6 @@ def test_half_features_multiplied_as_on_a_gpu(dtype, bound, one_tile, monkeypatc
                     assert error <= (bound if scale == 1 else 2**-5), (scale, options.keys(), error)
 
 
-def test_one_tile_of_rows_that_differ_much() -> None:
-    """In float32 the exponentials of one row vanish about another row's maximum: 0.5 / 0.003 is above 88."""
-    images = torch.eye(3)
-    texts = torch.tensor([[1.0, 0.5, 0.2], [0.9, 1.0, 0.5], [1.0, 0.1, 1.0]])
-    loss = lambda *x, form: dcl(*x, mu=0.003, diversity="none", implementation=form)  # noqa: E731
-    want = value_and_gradient(lambda *x: loss(*x, form="reference"), images.double(), texts.double())
-    got = value_and_gradient(lambda *x: loss(*x, form="tiled"), images, texts)
-    torch.testing.assert_close(got, [each.float() for each in want], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "options", [*({"diversity": kind} for kind in KINDS), {"anchors": slice(3, 9)}, {"implementation": "reference"}], ids=str
 )
@@ -537,25 +486,10 @@ def test_compiled_by_inductor() -> None:
     torch.testing.assert_close(value_and_gradient(compiled, *features), value_and_gradient(loss, *features), **EXACT)
 
 
-@pytest.mark.parametrize("name", ["printed", "anchors"])
-def test_compiled_without_a_gradient(name: str) -> None:
-    torch._dynamo.reset()
-    loss, features = case(name)
-    function = lambda *x: loss(*x, implementation="tiled")  # noqa: E731
-    close(torch.compile(function, backend="aot_eager", fullgraph=True)(*features), function(*features))
-
-
 def test_memory_grows_with_the_number_of_rows() -> None:
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.5e9)
     hard_memory(dcl)
-
-
-def test_the_count_of_memory() -> None:
-    """The matrix of 2,000 pairs and its gradient count; a freed tensor does not."""
-    features = torch.empty(2000, 8, device="meta", requires_grad=True)
-    assert 2000**2 * 4 <= peak(lambda: (features @ features.T).sum().backward()) <= 3 * 2000**2 * 4
-    assert peak(lambda: [torch.empty(1000, device="meta").sum() for _ in range(10)]) < 3 * 4000
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -719,12 +653,6 @@ def test_the_loss_of_a_model_takes_the_implementation(forms_taken: list[tuple[st
         create_loss(objective, model=model, implementation=form)(**batch)
         assert len(forms_taken) >= 4 and set(forms_taken) == {(form, "Tiles" if form == "tiled" else "Dense")}
         forms_taken.clear()
-
-
-@pytest.mark.parametrize("option", ["hard_negatives=true", "diversity_over='batch+bank'"])
-def test_other_features_have_neither_hard_negatives_nor_banks(option: str) -> None:
-    with pytest.raises(CoderError, match="hard negatives, the momentum banks and the generated texts"):
-        resolve(Objective.parse(f"dcl@concepts({option})"), KEYS)
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import dcl, m_dcl
-from coder_plugin.heads.base import Head
+from coder_plugin.functional import m_dcl
 from coder_plugin.losses import m_dcl as written
 from coder_plugin.losses.m_dcl import MDCL
 from coder_plugin.objective import Objective
@@ -126,15 +124,6 @@ def test_hard_negatives_equal_the_slow_reference(n, m, q, form, seed) -> None:
     close(m_dcl(*features, image_ids=ids, bank_ids=bank_ids, implementation=form, **hard), want)
 
 
-@pytest.mark.parametrize("reverse", ["paired", "all"])
-def test_of_an_empty_bank_and_equal_towers_it_is_dcl_twice(reverse: Any) -> None:
-    """Keys that equal the live features, no entries: each bank's two directions are DCL's two."""
-    images, texts, *_ = parts(6)
-    empty = images.new_zeros(0, 4)
-    got = m_dcl(images, texts, images, texts, empty, empty, reverse=reverse)
-    torch.testing.assert_close(got, 2 * dcl(images, texts), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_valid_or_of_an_anchors_own_image_has_no_effect(form: str) -> None:
     features = parts()
@@ -156,20 +145,6 @@ def test_what_is_not_valid_or_of_an_anchors_own_image_has_no_effect(form: str) -
     for m in (0, 3):
         none = {"negatives": HARD["negatives"][:m], "negative_valid": torch.zeros(m) > 0}
         close(m_dcl(*features, **BANKS, **none, implementation=form), m_dcl(*features, **BANKS))
-
-
-def test_effective_negatives_keep_the_scale() -> None:
-    """Every entry twice: the loss of the plain sum grows, that of a stated number does not."""
-    features, ids = parts(6, 12), torch.zeros(6)
-
-    def loss(number: int | None, doubled: bool) -> float:
-        banks = [torch.cat([each, each]) if doubled else each for each in features[4:]]
-        options = {"effective_negatives": number, "diversity": "none", "reverse": "none"}
-        return m_dcl(*features[:4], *banks, image_ids=ids, bank_ids=torch.ones(len(banks[0])), **options).item()
-
-    assert loss(None, True) > loss(None, False) + 0.01
-    close(loss(5, True), loss(5, False))
-    assert loss(1, False) < loss(5, False)  # 1 is the smallest number
 
 
 # -- forms -----------------------------------------------------------------------------------------------------------
@@ -378,19 +353,6 @@ def test_bad_input_is_named(options: dict[str, Any], message: str) -> None:
         m_dcl(*parts(), **{**BANKS, **options})
 
 
-@pytest.mark.parametrize("which", range(6))
-def test_features_that_do_not_fit_are_named(which: int) -> None:
-    name = ("image_features", "text_features", "image_keys", "text_keys", "image_bank", "text_bank")[which]
-    changed, large = parts(), parts()
-    changed[which], large[which] = changed[which][:, :3], large[which] * 1e80
-    with pytest.raises(ValueError, match=f"{name if which else 'text_features'} .*must have"):
-        m_dcl(*changed)
-    with pytest.raises(CoderError, match=f"{name} holds values of"):
-        m_dcl(*large)
-    with pytest.raises(ValueError, match=r"image_features must be \[n, d\] with n > 0, got \(0, 4\)"):
-        m_dcl(*(each[:0] for each in parts()))
-
-
 # -- the term --------------------------------------------------------------------------------------------------------
 
 
@@ -482,14 +444,6 @@ def test_silent_until_the_bank_is_warm() -> None:
     close(full(**batch)["m_dcl_loss"], from_function(batch, head, {}))
 
 
-def test_a_provider_without_a_bank_is_named() -> None:
-    class Keys(Head):
-        provides = ("coder_image_keys", "coder_text_keys")
-
-    with pytest.raises(CoderError, match="MDCL needs a head with bank; 'momentum' has none"):
-        make_loss("m_dcl", {"momentum": Keys()})(**outputs())
-
-
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
@@ -533,22 +487,6 @@ def test_the_number_of_collectives(term: str, large: int, ring: int | None) -> N
     """One gather and the return of its gradient; in a large batch also the largest weights, of batch and bank."""
     number = collectives(TERMS, term)
     assert number.pop("ring", 0) <= (ring or 0) and number == {"all": 2, "local": 2, "large": large}
-
-
-def test_each_tensor_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[list[Tensor]] = []
-
-    def gather_together(tensors: list[Tensor], **_: Any) -> list[Tensor]:
-        sent.append(list(tensors))
-        return [torch.cat([each, each]) for each in tensors]
-
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "gather_together", gather_together)
-    batch = outputs()
-    loss = make_loss("dcl(diversity_over='batch+bank') + m_dcl + clip", {"momentum": Momentum()})
-    loss(**batch, logit_scale=torch.tensor(3.0))
-    names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys", "coder_ids")
-    assert sorted(map(id, sent[0])) == sorted(id(batch[name]) for name in names) and len(sent) == 1
 
 
 def rounded() -> list[tuple[Step, list[Tensor]]]:

@@ -17,8 +17,6 @@ from torch.nn.functional import normalize
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, triplet
 from coder_plugin.losses.triplet import Triplet
-from coder_plugin.objective import Objective
-from coder_plugin.resolver import resolve
 from tests.losses.checks import (
     compiles,
     hard_memory,
@@ -30,7 +28,6 @@ from tests.losses.checks import (
 )
 from tests.losses.drawn import (
     FORMS,
-    KEYS,
     TILE_SHAPES,
     close,
     compare_forms,
@@ -142,16 +139,6 @@ def test_shares_of_the_anchors_add_up_to_the_whole_batch() -> None:
         triplet(similarity[:3], anchors=halves[0])
 
 
-def test_values_of_degenerate_batches() -> None:
-    """Nothing to win without a negative."""
-    for options in KINDS:
-        close(triplet(torch.tensor([[0.3]]), **options), 0.0)
-        for form in FORMS:
-            one, two = pair(3, 4)
-            same = {"image_ids": torch.zeros(3), "implementation": form}
-            close(triplet_of_features(one, two, **same, **options), 0.0)
-
-
 def test_several_features_of_an_image() -> None:
     """The best of an image's views counts, also among hard negatives."""
     v, w = pair(4, 4)
@@ -261,20 +248,6 @@ def test_tiles_equal_the_reference(shape, images, share, hard, margin, kind) -> 
 
 
 @pytest.mark.parametrize("hardest", [True, False])
-def test_of_equal_negatives_the_hinge_is_the_same(hardest: bool) -> None:
-    """Two captions of one image are two equal candidates of every text; the copies share the gradient somehow."""
-    generator = drawing(1)
-    v, w = rows(generator, 6, 5).repeat_interleave(2, 0), rows(generator, 12, 5)
-    ids, results = torch.arange(12) // 2, []
-    for form in FORMS:
-        with tile_shape(40, anchors=5):
-            passed = {"image_ids": ids, "hardest": hardest, "implementation": form}
-            value, of_images, of_texts = value_and_gradient(lambda *x, o=passed: triplet_of_features(*x, **o), v, w)
-        results.append((value, of_images.unflatten(0, (6, 2)).sum(1), of_texts))
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("hardest", [True, False])
 def test_memory(hardest: bool) -> None:
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     memory_at_32768_pairs(lambda *x: triplet_of_features(*x, image_ids=ids, hardest=hardest), bound=0.8e9)
@@ -301,12 +274,6 @@ def test_half_types_are_raised_and_autocast_changes_nothing(hardest: bool, form:
 @pytest.mark.parametrize("hardest", [True, False])
 def test_compiles(hardest: bool, form: str) -> None:
     compiles(loss_of_form(hardest, form), *pair(5, 4, seed=2), rows(drawing(2), 3, 4), one_tile=0)
-
-
-def test_half_scores_are_raised() -> None:
-    similarity = cosine(*pair(5, 5, seed=3))
-    raises_halves(lambda s: triplet(s, image_ids=IDS), similarity)
-    compiles(lambda v, w: triplet(cosine(v, w), image_ids=IDS), *pair(5, 5))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -389,17 +356,6 @@ def test_the_term_equals_its_function(options: dict[str, Any], similarity: str, 
     assert not options or abs(want - triplet(scores, image_ids=keys["coder_ids"])) > 1e-3
 
 
-def test_hard_negatives_of_all_images_are_negatives_of_each() -> None:
-    keys = joint()
-    flat, of = keys["coder_negative_features"].flatten(0, 1), keys["coder_negative_ids"].flatten()
-    hard = {"negatives": flat, "negative_ids": of, "negative_valid": of != -2}
-    for masked in (True, False):
-        options = {"hard_negatives": True, "hardest": False, "mask_same_image": masked}
-        got = make_loss(expression("triplet", options))(**keys, output_dict=False)
-        passed = {"image_ids": keys["coder_ids"] if masked else None, "hardest": False, **hard}
-        close(got, triplet_of_features(keys["image_features"], keys["text_features"], **passed))
-
-
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize(("epoch", "hardest"), [(0, False), (1, False), (2, True), (7, True)])
 def test_all_negatives_count_in_the_first_epochs(epoch: int, hardest: bool, local_loss: bool) -> None:
@@ -414,20 +370,6 @@ def test_all_negatives_count_in_the_first_epochs(epoch: int, hardest: bool, loca
     got.backward(), want.backward()
     close(keys["image_features"].grad, features[0].grad)
     assert abs(want - triplet(cosine(*features), hardest=not hardest, **passed)) > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "requires"),
-    [
-        ({}, ("image_features", "text_features")),
-        ({"mean_epochs": 1}, ("image_features", "text_features", "coder_epoch")),
-        ({"mean_epochs": 1, "similarity": "fusion"}, ("coder_fusion", "coder_epoch")),
-    ],
-)
-def test_the_epoch_is_needed_for_the_schedule_alone(options: dict[str, Any], requires: tuple[str, ...]) -> None:
-    assert Triplet(**options).requires == requires
-    resolution = resolve(Objective.parse(expression("triplet", options)), KEYS | {"coder_fusion"})
-    assert resolution.heads == (("progress", "ids") if options else ("ids",))
 
 
 def test_captions_of_one_image_are_masked_by_ids() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from unittest import mock
 
 import pytest
@@ -78,12 +76,6 @@ def test_narrow_storage_rounds_the_keys_and_keeps_its_moments_exact(dtype):
     torch.testing.assert_close(bank.image_moments.second, direct.T @ direct, rtol=0, atol=1e-12)
 
 
-def test_moments_stay_float64_where_a_model_becomes_half():
-    bank = CoupledBank(8, 3).to(torch.bfloat16)
-    assert bank.image.dtype == torch.bfloat16 and bank.ids.dtype == torch.int64
-    assert bank.image_moments.second.dtype == torch.float64
-
-
 def direct_variance(bank, anchors, current, negatives, ids):
     candidates = torch.cat([current, bank.text.to(current.dtype)]).double()
     allowed = bank.valid.expand(len(anchors), -1)
@@ -118,35 +110,6 @@ def test_the_spread_without_similarities_is_exact(scale, masked):
             seen.append(want.mean().item())
         bank.enqueue(image, text, ids)
     assert min(seen) < 5 * scale
-
-
-def test_a_bank_without_negatives_has_no_spread():
-    bank = CoupledBank(4, 3)
-    image, text, ids = keys(2)
-    ids[:] = 7
-    bank.enqueue(image, text, ids)
-    assert bank.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
-    empty = CoupledBank(4, 3)
-    assert empty.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_the_spread_by_ragged_chunks(masked, monkeypatch):
-    """More anchors, keys and entries of the anchors' images than are raised to float64 at once."""
-    monkeypatch.setattr(memory.bank, "CHUNK", 7)
-    monkeypatch.setattr(memory.moments, "CHUNK", 5)
-    bank = CoupledBank(50, 3)
-    for seed in range(4):
-        bank.enqueue(*keys(16, seed=seed))
-    bank.enqueue(*keys(11, seed=4))  # evicts earlier keys
-    anchors, text, _ = keys(23, seed=9)
-    anchors, ids = anchors[2:19], torch.randint(0, 30, (23,)) + 2**62
-    got = bank.variance("text", anchors, text, ids[2:19], ids, mask_entries=masked)
-    want = direct_variance(bank, anchors, text, ids[2:19, None] != ids, ids[2:19] if masked else None)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    for rows, moments in ((bank.image, bank.image_moments), (bank.text, bank.text_moments)):
-        variance = rows.double().var(0, unbiased=False).sum()
-        torch.testing.assert_close(moments.spread(bank.count), variance, rtol=1e-9, atol=0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -187,29 +150,6 @@ def test_on_a_device_shapes_are_fixed_and_nothing_is_read(size, batches, given_r
         assert not reads
         want = plain.variance("text", anchors, other, of, of, mask_entries=True)
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-
-
-def test_entries_with_an_image_take_no_more_room_than_repeats_allow():
-    bank = CoupledBank(100, 3)
-    ids = torch.arange(100) // 2  # two entries of each image
-    with as_on_a_device():
-        bank.enqueue(*keys(100, seed=1)[:2], ids)
-        entries, found = bank._entries_with(torch.tensor([7, 9, 9, 200]))
-        assert len(entries) == len(found) == 8 and sorted(entries[found].tolist()) == [14, 15, 18, 19]
-        entries, found = bank._entries_with(torch.arange(60))
-        assert len(entries) == 100 and found.all()
-        bank.ids[0] = 3  # written by somebody else: the repeats are not known any more
-        assert len(bank._entries_with(torch.tensor([7]))[0]) == 100
-
-
-def test_copies_of_a_bank_do_not_trust_what_the_original_knew():
-    bank = CoupledBank(4, 3)
-    bank.enqueue(*keys(3))
-    bank.pointer.fill_(1)
-    twin, saved = copy.deepcopy(bank), pickle.loads(pickle.dumps(bank))
-    for each in (bank, twin, saved):
-        each.enqueue(*keys(1, seed=2))
-        assert int(each.pointer) == 2 and int(each.count) == 4
 
 
 def test_huge_keys_are_refused_when_they_are_written():

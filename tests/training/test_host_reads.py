@@ -111,18 +111,6 @@ def test_the_momentum_towers_run_once_for_each_micro_batch(tmp_path, tiny_model,
     assert int(trainer.model.coder.heads["momentum"].bank.count) == 2 * 8 * accum_freq
 
 
-def test_kept_keys_are_those_of_their_own_micro_batch(tmp_path, tiny_model) -> None:
-    """Accumulated keys in the bank equal those of the towers, batch by batch; nothing is kept after the step."""
-    trainer = make(tmp_path, tiny_model, "coder", accum_freq=2)
-    head = trainer.model.coder.heads["momentum"]
-    batches = trainer.loader.epoch(0)
-    group = [trainer._to_device(next(batches)) for _ in range(2)]
-    expected = torch.cat([head.towers(batch["image"], batch["text"])[0] for batch in group])
-    trainer.training_step(group)
-    torch.testing.assert_close(head.bank.image[:16], expected, rtol=0, atol=1e-6)
-    assert trainer.model.coder._kept is None
-
-
 def test_towers_in_training_mode_run_in_both_passes(tmp_path, tiny_model) -> None:
     """Dropout draws random numbers: the second pass must draw them too, or the heads after it would draw others."""
     more = {"accum_freq": 2, "set": [*SETTINGS["coder"], "momentum.mode=train"]}

@@ -6,12 +6,10 @@ from dataclasses import replace
 import open_clip
 import pytest
 import torch
-from torch import nn
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
@@ -71,30 +69,6 @@ def test_statistics_of_frozen_batch_norms(options, frozen, tmp_path, caplog):
     assert ("the image tower has no linear layers in numbered blocks, so it gets no adapters" in caplog.text) is (
         "lora_rank" in options
     )
-
-
-def test_statistics_follow_the_parameters_around_them():
-    """However they were frozen; copies that heads hold keep their own mode."""
-    model = nn.Module()
-    norms = nn.BatchNorm2d(3, affine=False), nn.InstanceNorm2d(3, track_running_stats=True)
-    model.frozen = nn.Sequential(nn.Conv2d(3, 3, 1), *norms)
-    model.trained = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3).requires_grad_(False))
-    model.momentum = ModelCopy(mode="train")
-    model.momentum.model = nn.Sequential(nn.BatchNorm2d(3)).requires_grad_(False)
-    model.frozen.requires_grad_(False)
-    for _ in range(2):
-        prepare.freeze_batch_norm(model)
-    model.train()
-    assert not model.frozen[1].training and not model.frozen[2].training
-    assert model.trained[1].training and not model.trained[2].training
-    assert model.momentum.model[0].training and type(model.momentum.model[0]) is nn.BatchNorm2d
-
-
-def test_a_number_of_steps_replaces_the_epochs_of_weaker_layers():
-    assert "epochs" not in resolve_config({"max_steps": 5}).origins  # the scenes' six
-    both = resolve_config({"max_steps": 5, "epochs": 1})
-    assert both.optim.epochs == 1 and both.optim.max_steps == 5
-    assert resolve_config({"epochs": 2}, file={"max_steps": 5}).origins["epochs"] == "flag"
 
 
 def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):

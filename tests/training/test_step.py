@@ -174,21 +174,6 @@ def test_the_norm_is_read_and_checked_with_the_losses(accelerator):
                 result.check(torch.tensor(torch.inf))
 
 
-def test_the_norm_is_read_after_the_figures_were(accelerator):
-    model = tiny("dcl + clip")
-    loss = create_loss("dcl + clip", model=model)
-    result = forward_backward(model, loss, [batch(4)], accelerator)
-    losses = result.losses
-    result.check(torch.tensor(2.5))
-    result.check(torch.tensor(7.0))  # read once
-    assert result.gradient_norm == 2.5 and result.losses == losses
-    result = forward_backward(model, loss, [batch(4)], accelerator)
-    assert result.metrics
-    with pytest.raises(NonFiniteError, match="finite at the features"):
-        result.check(torch.tensor(torch.nan))
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_the_loss_scaler_scales_gradients_once():
     """As Accelerator's backward does: all gradients by the scale, with one micro-batch and with several."""
     from types import SimpleNamespace

@@ -13,12 +13,9 @@ from coder_plugin.cli import main
 from coder_plugin.config import flatten
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
-from coder_plugin.model import required_heads
-from coder_plugin.objective import Objective
 from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.plan import not_as_printed
 from coder_plugin.training.step import NonFiniteError
 from tests import saved
 from tests.data.test_remote_shards import write_shards
@@ -178,12 +175,6 @@ def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
     trainer.run()
     after = dict(copied.named_parameters())
     assert before and all(not torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_accumulation_trains_with_fewer_steps(tmp_path):
-    trainer = Trainer.from_config(config(tmp_path, accum_freq=2))
-    trainer.run()
-    assert trainer.steps_per_epoch == 3 and trainer.step == 6
 
 
 def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(tmp_path):
@@ -358,12 +349,6 @@ def test_a_run_of_max_steps_ends_without_an_evaluation_and_so_does_its_repetitio
     assert saves[0] == 2 and len(saves) <= 2
 
 
-def test_what_a_paper_prints_for_either_data_set_is_printed():
-    settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
-    objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
-    assert not_as_printed(objective, required_heads(objective)) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
-
-
 def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"loss": "clip", "batch_size": 32, "logs": str(tmp_path)}))
@@ -416,31 +401,6 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
     assert main(["train", "--logs", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("coder-plugin: error: ") and message in error
-
-
-def test_options_may_be_set_by_several_flags(tmp_path, capsys):
-    arguments = ["train", "--dry-run", "--json", "--logs", str(tmp_path), "--set", "dcl.mu=0.07", "--set", "dcl.gamma=0.2"]
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["objective"] == "dcl(mu=0.07,gamma=0.2)"
-
-
-def test_resume_with_another_optimizer_is_refused(tmp_path):
-    Trainer.from_config(config(tmp_path, epochs=1)).run()
-    with pytest.raises(CoderError, match="--opt was adamw, is sgd; --accum-freq was 1, is 2"):
-        Trainer.from_config(config(tmp_path, epochs=2, opt="sgd", accum_freq=2, resume="latest")).run()
-
-
-def test_lora_leaves_a_locked_tower_alone(tmp_path):
-    pytest.importorskip("peft")
-    trainer = Trainer.from_config(config(tmp_path, lora_rank=2, lock_image=True))
-    adapters = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora_" in name]
-    assert adapters and not any(name.startswith("visual.") for name in adapters)
-    assert not trainer.model.token_embedding.weight.requires_grad and trainer.model.text_projection.requires_grad
-
-
-def test_accelerates_own_accumulation_does_not_divide_gradients(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    assert Trainer.from_config(config(tmp_path)).accelerator.gradient_accumulation_steps == 1
 
 
 def test_an_exports_preprocessing_goes_with_it(tmp_path):

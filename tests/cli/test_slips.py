@@ -290,6 +290,40 @@ def test_the_public_names_are_listed() -> None:
     assert set(coder_plugin.__all__) <= set(dir(coder_plugin)) and "__version__" in dir(coder_plugin)
 
 
+def test_there_are_more_than_fifty() -> None:
+    assert len(SLIPS) == len(LIGHT) + len(HEAVY) > 90
+
+
+NO_TORCH = """
+import contextlib, io, json, shlex, sys
+from coder_plugin.cli import main
+slow = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(shlex.split(command))
+        except SystemExit:
+            pass
+    heavy = {name for name in ("torch", "numpy", "open_clip", "transformers", "PIL") if name in sys.modules}
+    if heavy:
+        slow.append([command, sorted(heavy)])
+        break
+print(json.dumps(slow))
+"""
+COMMANDS = (
+    "train|eval|report|embed|index|search|serve|duplicates|export|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+)
+HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
+
+
+def test_help_and_arguments_are_answered_without_torch(folder: Path) -> None:
+    commands = [*HELP, "train --help-all", "plugins", "recipes", "recipes coder-clip", *(command for command, _ in LIGHT)]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, json.dumps(commands)], capture_output=True, text=True, cwd=folder, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
 @pytest.mark.parametrize("command", ["train --help", "trian", "train --train-data nope.csv", "train --loss dcl+"])
 def test_half_a_second_of_cpu_is_enough(command: str, folder: Path) -> None:
     code = (

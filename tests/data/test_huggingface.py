@@ -416,10 +416,8 @@ def test_commands_take_them(tmp_path, tiny_model, capsys, monkeypatch, caplog):
     assert main(["eval", "logs/r", "--workers", "0"]) == 0  # as the run read it
     assert main(["eval", "logs/r", "--val-data", "data/1.parquet", "--workers", "0", "--key-column", "image_id"]) == 0
     assert capsys.readouterr().out.count("R@sum") == 2
-    for kind in ("hf", "hf-streaming"):
-        index = ["index", "logs/r", "--data", "data", "--output", f"i-{kind}", "--dataset-type", kind, "--workers", "0"]
-        assert main(index) == 0
-        assert "43 images, 129 captions" in capsys.readouterr().out
-        assert main(["doctor", "--train-data", "data", "--dataset-type", kind, "--model", tiny_model]) in (0, 1)
-        assert "43 images" in capsys.readouterr().out
+    assert main(["index", "logs/r", "--data", "data", "--output", "i", "--dataset-type", "hf", "--workers", "0"]) == 0
+    assert "43 images, 129 captions" in capsys.readouterr().out
+    assert main(["doctor", "--train-data", "data", "--dataset-type", "hf-streaming", "--model", tiny_model]) in (0, 1)
+    assert "43 images" in capsys.readouterr().out
     assert os.path.exists("logs/r/export/best")

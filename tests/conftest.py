@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import huge_pages
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: threads that wait for each other cost more
 
-# The same examples in every worker and run. `--hypothesis-profile=default` draws others.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The same few examples in every worker and run. `--hypothesis-profile=thorough` draws more, and others each time.
+calm: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, max_examples=30, **calm)
+settings.register_profile("thorough", max_examples=300, **calm)
 settings.load_profile("repeatable")
 
 TINY = {  # no BatchNorm, no dropout: a row's features do not depend on the other rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +100,6 @@ def test_is_the_papers_equations_forward_and_backward(positions, local_weight):
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes, sizes, st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
 def test_sizes_and_masks(images, texts, regions, words, heads, channels, seed):
     case = Case(images=images, texts=texts, regions=regions, words=words, dim=heads * channels, heads=heads, seed=seed)

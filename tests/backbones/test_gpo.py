@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +47,6 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return features, mask
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     batch=batches(),
     seed=st.integers(0, 99),

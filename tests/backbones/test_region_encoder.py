@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -317,7 +317,6 @@ def _norms(channels: int) -> tuple[MaskedBatchNorm, nn.BatchNorm1d]:
     return ours, theirs
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5), st.booleans(), st.floats(-99, 99)
 )

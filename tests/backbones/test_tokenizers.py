@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.backbones.tokenizers import (
@@ -63,7 +63,6 @@ def test_ids_are_transformers_own(theirs, length):
     assert torch.equal(ids, reference(theirs, TEXTS, length))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.text(max_size=80), min_size=1, max_size=4), st.integers(3, 30))
 def test_ids_are_transformers_own_for_any_text(theirs, texts, length):
     assert torch.equal(subwords(theirs, context_length=length)(texts), reference(theirs, texts, length))

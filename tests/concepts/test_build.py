@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.concepts import (
@@ -164,7 +164,6 @@ def test_fewer_words_than_asked_for(caplog):
 WORDS = sorted(set(PARTS) | set(LEMMAS))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(WORDS), max_size=12), min_size=1, max_size=30),
     st.integers(1, 12),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
@@ -149,7 +149,6 @@ def alone(tokenizer: Any, kind: str, word: str) -> list[int]:
 
 
 @kinds
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_piece_has_the_class_of_its_word(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
@@ -168,7 +167,6 @@ def test_every_piece_has_the_class_of_its_word(tokenizers, kind, data):
 
 
 @kinds
-@settings(max_examples=80, deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=50), min_size=1, max_size=3))
 def test_any_text_keeps_its_ids_and_is_matched(tokenizers, kind, texts):
     tokenizer = tokenizers[kind]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -181,7 +181,6 @@ def equal(got: dict[str, list[Tensor]], want: dict[str, list[Tensor]], bound: fl
             assert ((one - other).abs() <= bound * largest).all(), (name, place, context, (one - other).abs().max())
 
 
-@settings(max_examples=50)
 @given(case=cases(), shape=st.sampled_from(TILE_SHAPES), seed=st.integers(0, 999))
 def test_tiles_equal_the_dense_form(case: Case, shape: dict[str, Any], seed: int) -> None:
     """Values and gradients of every statistic. Of two equal hardest rows either may get the gradient."""
@@ -281,7 +280,6 @@ def test_frozen_candidates_are_averaged_in_the_forward_pass(shape: dict[str, Any
 # -- the variance by the matrix of second moments --------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(*map(st.integers, (1, 0, 0), (3, 60, 999)), st.sampled_from([2, 5, 100]), st.sampled_from([1e-3, 1.0]))
 def test_the_gram_form_of_the_variance(d: int, more: int, seed: int, images: int, spread: float) -> None:
     """Of at least twice as many pairs as dimensions; an image's texts are taken out one by one, if they are few."""

@@ -92,13 +92,13 @@ def fault(call, *args, **options) -> str:
 
 
 kinds = pytest.mark.parametrize("kind", ["table", "shards"])
+readers = pytest.mark.parametrize(("kind", "workers"), [("table", 0), ("shards", 2)])
 
 
 # batches
 
 
-@kinds
-@pytest.mark.parametrize("workers", [0, 2])
+@readers
 def test_batches_are_full_and_rows_belong_together(tmp_path, kind, workers):
     source = make(kind, tmp_path)
     made = loader(source, workers=workers)
@@ -113,11 +113,10 @@ def test_batches_are_full_and_rows_belong_together(tmp_path, kind, workers):
     assert max(Counter(n for batch in numbers(batches) for n in batch).values()) == 1  # drawn: no image twice
 
 
-@kinds
 @pytest.mark.parametrize(
-    ("world", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow)]
+    ("kind", "world", "workers", "captions"),
+    [("table", 1, 2, "draw"), ("table", 3, 0, "all"), ("shards", 2, 2, "all"), ("shards", 3, 0, "draw")],
 )
-@pytest.mark.parametrize("captions", ["draw", "all"])
 def test_no_sample_twice_and_none_lost_but_the_rest(tmp_path, kind, world, workers, captions):
     source = make(kind, tmp_path)
     seen: Counter[tuple[int, ...]] = Counter()
@@ -149,8 +148,7 @@ def test_all_shows_every_caption_and_draw_one(tmp_path, kind):
     assert all(len(each) == 1 for each in by_id.values()) and len(by_id) == NUMBER
 
 
-@kinds
-@pytest.mark.parametrize("workers", [0, 2])
+@readers
 def test_the_same_again_and_other_epochs_and_seeds_differ(tmp_path, kind, workers):
     source = make(kind, tmp_path)
     first = list(loader(source, workers=workers).epoch(2))
@@ -208,9 +206,9 @@ def test_the_surrounding_generators_are_not_disturbed(tmp_path, workers):
 @pytest.mark.parametrize(
     ("bad", "workers"),
     [
-        *[pytest.param(BAD, workers, id=f"bad-{workers}") for workers in (0, 1, 2, 3)],
-        pytest.param((), 0, id="whole-0"),
-        *[pytest.param((), workers, id=f"whole-{workers}", marks=pytest.mark.slow) for workers in (1, 2, 3)],
+        *[pytest.param(BAD, workers, id=f"bad-{workers}") for workers in (0, 2)],
+        *[pytest.param(BAD, workers, id=f"bad-{workers}", marks=pytest.mark.slow) for workers in (1, 3)],
+        *[pytest.param((), workers, id=f"whole-{workers}", marks=pytest.mark.slow) for workers in (0, 1, 2, 3)],
     ],
 )
 def test_resuming_is_exact_from_every_position(tmp_path, kind, workers, bad):
@@ -272,8 +270,7 @@ def test_resuming_in_mid_epoch_with_other_settings_is_refused(tmp_path, changes,
 # bad input
 
 
-@kinds
-@pytest.mark.parametrize("workers", [0, 2])
+@readers
 def test_bad_images_are_left_out_counted_by_epoch_and_named_once(tmp_path, kind, workers, caplog):
     source = make(kind, tmp_path, bad=(4, 11))
     made = loader(source, workers=workers)
@@ -286,8 +283,7 @@ def test_bad_images_are_left_out_counted_by_epoch_and_named_once(tmp_path, kind,
         assert sum(f"skipped sample '{key}' (picture)" in record.getMessage() for record in caplog.records) == 1
 
 
-@kinds
-@pytest.mark.parametrize("workers", [0, 2])
+@readers
 def test_too_many_bad_images_end_the_run(tmp_path, kind, workers):
     source = make(kind, tmp_path, bad=(4, 11, 12))
     list(loader(source, workers=workers, max_bad_samples=0.003).epoch(0))  # three of 1,000
@@ -361,9 +357,7 @@ def test_resampled_shards_give_as_many_batches_as_asked_for(tmp_path):
 # evaluation
 
 
-@kinds
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "world", "workers"), [("table", 1, 2), ("table", 3, 0), ("shards", 2, 2), ("shards", 3, 0)])
 def test_evaluation_shows_every_image_once_and_in_order(tmp_path, kind, world, workers):
     source = make(kind, tmp_path, bad=(6, 40))
     found = {}
@@ -508,8 +502,7 @@ sources = pytest.mark.parametrize("kind", ["table", "shards", "resampled", "regi
 
 
 @sources
-@pytest.mark.parametrize("captions", ["draw", "all"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("captions", "workers"), [("draw", 2), ("all", 0)])
 def test_positives_are_of_their_own_image_and_disturb_nothing(tmp_path, kind, captions, workers):
     options = {"captions": captions, "workers": workers, "bad": (3, 17)}
     plain = list(positive_loader(kind, tmp_path, **options).epoch(1))
@@ -531,8 +524,7 @@ def test_positives_are_of_their_own_image_and_disturb_nothing(tmp_path, kind, ca
 
 
 @sources
-@pytest.mark.parametrize("captions", ["draw", "all"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("captions", "workers"), [("draw", 2), ("all", 0)])
 def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, workers):
     options = {"captions": captions, "workers": workers, "bad": (3, 17), "positives": Positives(POSITIVES)}
     whole, batches, positions = positive_loader(kind, tmp_path, **options), [], []
@@ -571,8 +563,7 @@ def test_a_positive_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind
     ],
     ids=["one word", "copies", "two of one word", "one caption", "long"],
 )
-@pytest.mark.parametrize("mode", ["draw", "all"])
-def test_poor_captions_give_batches(captions, kinds, mode):
+def test_poor_captions_give_batches(captions, kinds):
     """A caption of its own as positive where nothing else is possible; nothing is refused."""
     items = [Item(f"image {n}", captions, partial(load_number, n, False)) for n in range(30)]
 
@@ -584,7 +575,7 @@ def test_poor_captions_give_batches(captions, kinds, mode):
         batch_size=10,
         transform=regions_transform,
         tokenizer=tokenize,
-        captions=mode,
+        captions="all",
         positives=Positives(),
     )
     batches = list(made.epoch(0))

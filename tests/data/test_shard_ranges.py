@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.data import tar_index, tars
@@ -150,7 +150,6 @@ def test_a_quick_scan_leaves_no_file_and_a_folder_that_cannot_be_written_does_no
 # the same samples as by reading on
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(

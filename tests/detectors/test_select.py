@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.detectors import select as module
@@ -39,7 +39,6 @@ def slow(scores: np.ndarray, boxes: np.ndarray, choice: Choice) -> list[tuple[in
     ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     proposals=st.integers(1, 14),
@@ -65,7 +64,6 @@ def same(scores: torch.Tensor, boxes: torch.Tensor, choice: Choice) -> bool:
     return all(map(torch.equal, select(scores, boxes, choice), by_class(scores, boxes, choice)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     proposals=st.integers(1, 50),

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
@@ -244,7 +244,6 @@ def test_recall_by_length_hand_values() -> None:
     assert got["all"] == pytest.approx({"count": 11, "t2i_r1": 400 / 11, "t2i_r5": 700 / 11, "t2i_r10": 1000 / 11})
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30),
     edges=st.sets(st.integers(1, 12), min_size=1).map(sorted),

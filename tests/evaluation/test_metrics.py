@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
@@ -113,7 +113,6 @@ def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[int]]:
     return draw(st.lists(row, min_size=len(counts), max_size=len(counts))), owner
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     matrices(),
     st.sampled_from([torch.float16, torch.float32, torch.float64]),
@@ -127,7 +126,6 @@ def test_recall_equals_the_loop(case: tuple, dtype: torch.dtype, chunk: int | No
         assert got[key] == pytest.approx(value, abs=1e-9), key
 
 
-@settings(deadline=None, max_examples=100)
 @given(matrices(), st.sampled_from([None, 1, 2, 3, 100]))
 def test_embeddings_equal_the_loop(case: tuple, chunk: int | None) -> None:
     """One-hot captions on one side make the products the scores themselves, where they are finite."""
@@ -137,7 +135,6 @@ def test_embeddings_equal_the_loop(case: tuple, chunk: int | None) -> None:
     assert (got["i2t_ranks"].tolist(), got["t2i_ranks"].tolist()) == reference.ranks(image.tolist(), owner)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(0, 20), st.integers(1, 8), st.integers(1, 35), st.integers(0, 2**31))
 def test_tiles_of_any_size_equal_the_whole(images: int, more: int, dim: int, chunk: int, seed: int) -> None:
     image, text, owner = integer_embeddings(images, images + more, dim, seed)

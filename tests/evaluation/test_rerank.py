@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,7 +75,6 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int]]:
     return first.view(images, -1), second.view(images, -1), owner
 
 
-@settings(deadline=None, max_examples=300)
 @given(cases(), st.integers(1, 18), st.sampled_from([None, 1, 2, 3]))
 def test_equals_the_loop(case: tuple[Tensor, Tensor, list[int]], k: int, chunk: int | None) -> None:
     shortlist_by, order_by, owner = case
@@ -201,7 +200,6 @@ def test_scorers() -> None:
         assert torch.equal(scorer(images, texts), from_matrix(matrix)(images, texts))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(0, 20), st.integers(1, 40), st.integers(1, 35), st.integers(0, 2**31))
 def test_tiles_of_any_size_equal_the_whole(images: int, more: int, k: int, chunk: int, seed: int) -> None:
     image, text, matrix, owner = embedded(images, images + more, seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -242,7 +242,6 @@ def test_mistakes_are_named(widths, options, message):
 # The scorer
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.integers(1, 9),
     st.integers(1, 12),

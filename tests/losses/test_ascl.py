@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -72,7 +72,6 @@ def test_expected_value() -> None:
     assert got.dtype == torch.float64 and got.item() == pytest.approx(z["loss"], rel=1e-12)
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(0, 7), st.sampled_from([0.05, 0.3, 1.0]), st.data())
 def test_equals_the_slow_reference(n: int, m: int, temperature: float, data: st.DataObject) -> None:
     similarity, noise = scores(n, m, data.draw(st.integers(0, 10_000)))
@@ -175,7 +174,6 @@ def test_derivatives_of_features(form: str, case: str) -> None:
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     st.tuples(st.integers(1, 30), st.sampled_from([3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 2**31)),
     st.sampled_from(["distinct", "some", "one"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor
@@ -71,7 +71,6 @@ def test_by_hand(form: str) -> None:
     close(clip_of_features(eye, eye, number(2.0), implementation=form, **options), sum(sums) / 4)
 
 
-@settings(max_examples=30)
 @given(
     st.tuples(st.integers(1, 30), st.sampled_from([3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 2**31)),
     st.sampled_from([1.0, 14.3, 100.0]),
@@ -90,7 +89,6 @@ def test_equals_open_clips_and_its_tiles(shape: tuple[int, int, float, int], sca
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(form: str, n: int, m: int, seed: int) -> None:
     """Of images alone, but not of their own; captions of one image in the batch are negatives."""
@@ -100,7 +98,6 @@ def test_hard_negatives_equal_the_slow_reference(form: str, n: int, m: int, seed
     close(clip_of_features(v, w, number(5.0), implementation=form, **hard), want)
 
 
-@settings(max_examples=20)
 @given(st.integers(1, 20), st.integers(0, 30), st.sampled_from([None, (0.0, 0.5), (0.3, 1.0)]), st.integers(0, 2**31))
 def test_tiles_of_hard_negatives_and_of_shares_equal_the_reference(n: int, m: int, share: Any, seed: int) -> None:
     (v, w), hard = pair(n, 5, seed=seed), hard_of(n, m, 5, seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +36,6 @@ def test_expected_values() -> None:
     close(cra(*inputs, hard_negatives=10**6), z["cra_all"])
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=5),
     st.sampled_from([1, 2, 8, 512]),

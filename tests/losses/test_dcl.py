@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -119,7 +119,6 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int] | None]:
     return images, texts, draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))
 
 
-@settings(max_examples=100)
 @given(
     batch=batches(),
     kind=st.sampled_from(KINDS),
@@ -141,7 +140,6 @@ def test_equal_to_the_slow_reference(batch, kind, mu, gamma, epsilon, positive_w
     close(got, reference.dcl(images.tolist(), texts.tolist(), ids, bank_diversity=weights, **options))
 
 
-@settings(max_examples=25)
 @given(
     st.integers(1, 6), st.integers(0, 7), st.sampled_from(KINDS), st.none() | st.integers(1, 50), st.sampled_from(FORMS),
     st.integers(0, 999),
@@ -246,7 +244,6 @@ def test_of_several_features_of_an_image_the_best_counts() -> None:
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 999)),
     options=dcl_options(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,7 +64,6 @@ def test_values_by_hand() -> None:
     close(diversity(similarity, negatives, kind="none"), [1.0, 1.0])
 
 
-@settings(max_examples=100)
 @given(
     scores=st.integers(1, 7).flatmap(
         lambda q: st.lists(
@@ -105,7 +104,6 @@ def check_variances(directions: list[Direction], *, mirrored: bool = False) -> N
             assert not tiled.variance().requires_grad
 
 
-@settings(max_examples=40)
 @given(
     st.integers(1, 24), st.sampled_from([1, 3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 9), st.booleans()
 )

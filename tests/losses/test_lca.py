@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -40,7 +40,6 @@ def test_expected_values() -> None:
         close(lca(*(z[name] for name in names), assignment=how), z[f"lca_{how}"])
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4).map(lambda some: [(2, 3), *some]),
     st.sampled_from(ASSIGNMENTS),

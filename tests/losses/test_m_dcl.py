@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,7 +96,6 @@ def test_expected_values(options: dict[str, Any]) -> None:
     close(m_dcl(*(z[name] for name in names), **more, **options), z["loss_printed" if options else "loss"])
 
 
-@settings(max_examples=40)
 @given(
     st.integers(1, 6), st.integers(0, 8), st.sampled_from(REVERSE), st.sampled_from(OVER), st.sampled_from(KINDS),
     st.sampled_from([1.0, 0.5, "mu"]), st.sampled_from([0.02, 0.1, 2.0]), st.integers(0, 10_000),
@@ -112,7 +111,6 @@ def test_equal_to_the_slow_reference(n, q, reverse, over, kind, weight, epsilon,
     close(m_dcl(*features, **banks, diversity_over=over, diversity=kind, **shared), want)
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 4), st.sampled_from(FORMS), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(n, m, q, form, seed) -> None:
     features, generator = parts(n, q, seed=seed), drawing(seed)
@@ -150,7 +148,6 @@ def test_what_is_not_valid_or_of_an_anchors_own_image_has_no_effect(form: str) -
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 999)),
     options=dcl_options(reverse=st.sampled_from(REVERSE), diversity_over=st.sampled_from(OVER)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -89,7 +89,6 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int] | None]:
     return images, texts, draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))
 
 
-@settings(max_examples=100)
 @given(batches(), st.floats(0, 1), st.sampled_from(KINDS))
 def test_equals_the_slow_reference(batch: Any, margin: float, kind: dict[str, Any]) -> None:
     images, texts, ids = batch
@@ -101,7 +100,6 @@ def test_equals_the_slow_reference(batch: Any, margin: float, kind: dict[str, An
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(kind: dict[str, Any], n: int, m: int, seed: int) -> None:
     generator, (v, w) = drawing(seed), pair(n, 4, seed=seed)
@@ -215,7 +213,6 @@ def test_derivatives(kind: dict[str, Any], form: str) -> None:
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
 @given(
     st.tuples(st.integers(1, 30), st.sampled_from([3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 2**31)),
     st.sampled_from(["distinct", "some", "one"]),

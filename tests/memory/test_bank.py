@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
@@ -34,7 +34,6 @@ def contents(bank: CoupledBank) -> list[tuple[list[float], list[float], int]]:
     return [(bank.image[i].tolist(), bank.text[i].tolist(), int(bank.ids[i])) for i in order]
 
 
-@settings(deadline=None, max_examples=60)
 @given(size=st.integers(1, 9), batches=st.lists(st.integers(0, 21), max_size=8))
 def test_the_ring_equals_a_list_for_any_batches(size, batches):
     bank, reference = CoupledBank(size, 3), Bank(size)
@@ -112,7 +111,6 @@ def test_the_spread_without_similarities_is_exact(scale, masked):
     assert min(seen) < 5 * scale
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     size=st.integers(1, 9),
     batches=st.lists(st.integers(0, 12), max_size=6),

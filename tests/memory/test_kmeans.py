@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -45,7 +45,6 @@ def equal(one: OnlineKMeans, other: OnlineKMeans) -> bool:
 # Slow references
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     clusters=st.integers(1, 6),
     dim=st.integers(3, 5),
@@ -68,7 +67,6 @@ def test_any_batches_equal_the_slow_reference(clusters, dim, sizes, zeros, pass_
         torch.testing.assert_close(means.centres.double(), want, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(clusters=st.integers(1, 5), more=st.integers(0, 30), iterations=st.integers(1, 5), seed=st.integers(0, 999))
 def test_clustering_equals_lloyds_algorithm(clusters, more, iterations, seed) -> None:
     centres, samples = noise(clusters, 3, seed), noise(clusters + more, 3, seed + 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,6 @@ CUTS = {name: ALL[name] for name in ("token_cutoff", "feature_cutoff", "dropout"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 every = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 every_cut = pytest.mark.parametrize("make", CUTS.values(), ids=CUTS)
-wide = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def texts(n: int, t: int, e: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -76,7 +75,6 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 
 @every
-@wide
 @given(batch=batches())
 def test_only_words_change(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     embeddings, words, seed = batch
@@ -89,7 +87,6 @@ def test_only_words_change(make: Callable[..., Noise], batch: tuple[Tensor, Tens
 
 
 @every
-@wide
 @given(batch=batches())
 def test_what_is_no_word_has_no_influence(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     embeddings, words, seed = batch
@@ -98,7 +95,6 @@ def test_what_is_no_word_has_no_influence(make: Callable[..., Noise], batch: tup
 
 
 @every
-@wide
 @given(batch=batches())
 def test_the_state_of_torch_decides(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     """Forward is run twice under gradient accumulation; what is drawn later may not depend on the batch's values."""
@@ -112,7 +108,6 @@ def test_the_state_of_torch_decides(make: Callable[..., Noise], batch: tuple[Ten
 
 
 @every
-@wide
 @given(batch=batches())
 def test_gradients(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     """What was cut has none; each other element's arrives where that element came from."""
@@ -235,7 +230,6 @@ def _multiset(embeddings: Tensor, words: Tensor) -> Counter[tuple[int, ...]]:
     return Counter(tuple(row.tolist()) for row in bits(embeddings)[words])
 
 
-@wide
 @given(batch=batches(), draws=st.integers(1, 4))
 def test_shuffle_is_another_order_of_the_same_words(batch: tuple[Tensor, Tensor, int], draws: int) -> None:
     embeddings, words, seed = batch
@@ -273,7 +267,6 @@ def units(make: Callable[..., Noise], gone: Tensor) -> Tensor:
 
 
 @every_cut
-@wide
 @given(batch=batches(), rate=st.sampled_from([0, 0.15, 0.6, 1]))
 def test_cuts(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int], rate: float) -> None:
     """Zeros by whole units, the rest bit for bit; one unit is cut at least, and one of several is kept."""

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
@@ -35,7 +35,6 @@ def fault(*args) -> str:
 # truncating
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(texts, st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 5), st.integers(0, 2**32))
 def test_a_truncated_caption_is_a_proper_prefix_of_so_many_words(caption, one, other, least, seed):
     shortest, longest = sorted((one, other))
@@ -77,7 +76,6 @@ def test_shares_and_words_out_of_range(options):
 # joining
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(texts, st.lists(texts, max_size=4).map(tuple), st.integers(0, 2**32))
 def test_a_joined_caption_is_the_caption_and_another_one(caption, others, seed):
     random.seed(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
@@ -91,7 +91,6 @@ def assert_rows(table: list[dict[str, str]], expected: list[tuple[Any, ...]]) ->
         np.testing.assert_allclose(values, [row[place] for row in expected], atol=2e-6)
 
 
-@settings(max_examples=20, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_the_table_is_the_reference(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     rng = np.random.default_rng(seed)

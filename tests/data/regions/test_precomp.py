@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -238,7 +238,6 @@ def same(one: Regions, other: Regions) -> bool:
     return parts and one.size == other.size
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(splits())
 def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, records):
     path = str(tmp_path_factory.mktemp("written") / "x_precomp")

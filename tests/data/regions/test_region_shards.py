@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -75,7 +75,6 @@ def same(one: Regions, other: Regions) -> bool:
     return parts and extras and one.size == other.size
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(region_sets())
 def test_npz_is_read_back_to_the_bit_and_always_the_same(regions):
     data = encode_npz(regions)
@@ -86,7 +85,6 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8
 captions = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3).map(tuple)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(names, st.tuples(region_sets(), captions), min_size=1, max_size=5))
 def test_what_is_written_is_found_by_any_name(tmp_path_factory, found):
     path = str(tmp_path_factory.mktemp("shards"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
@@ -78,7 +78,6 @@ def test_images_of_any_number_of_regions_make_a_batch():
 # dropout
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.floats(0, 0.999), st.integers(0, 10**6))
 def test_dropout_keeps_one_at_least_in_order_with_its_box(count, most, dropout, seed):
     with isolated_rng(seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import Any
@@ -46,7 +47,7 @@ def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # n
     assert every["rerank"] == "all" and every["folds"]["rsum"] >= every["rsum"] > 300
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     """Noise, generated captions, word and region dropout are drawn again as they were."""
     options: dict[str, Any] = {"loss": FUSED, "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
@@ -73,8 +74,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("kind", CAPTIONS)
-@pytest.mark.parametrize("model", ["region-bigru", "region-bert"])
+@pytest.mark.parametrize(("kind", "model"), zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False))
 def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_path, made, capsys, kind, model):  # noqa: F811
     from coder_plugin.data.regions.precomp import PRECOMP
 

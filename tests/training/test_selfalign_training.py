@@ -30,8 +30,8 @@ FEW = ["alignment.prototypes=12"]
     ("model", "loss", "kwargs"),
     [
         ("region-bert-camera", ALONE, []),
-        ("region-bert", f"dcl + {ALONE}", []),
-        ("region-bigru-vsrn", "dcl + lca + cra", ["word_projection=true"]),
+        pytest.param("region-bert", f"dcl + {ALONE}", [], marks=pytest.mark.slow),
+        pytest.param("region-bigru-vsrn", "dcl + lca + cra", ["word_projection=true"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_learns_and_its_evaluation_repeats_with_and_without_contexts(tmp_path, made, model, loss, kwargs):  # noqa: F811
@@ -65,7 +65,7 @@ def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_pat
     assert np.isfinite(one).all() and np.isfinite(two).all()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     options: dict[str, Any] = {"loss": f"dcl + {ALONE}", "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
     options["set"] = [*FEW, "alignment.freeze_steps=7"]

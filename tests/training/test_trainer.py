@@ -74,8 +74,7 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
         trainer.run()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("saved", "killed"), [(4, 5), (8, 11)])
+@pytest.mark.parametrize(("workers", "saved", "killed"), [(0, 4, 5), (2, 8, 11)])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers, saved, killed):
     options = {"workers": workers, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()
@@ -93,7 +92,7 @@ CODER = {
 }
 
 
-@pytest.mark.parametrize("accum_freq", [1, 2])
+@pytest.mark.parametrize("accum_freq", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path, accum_freq):
     options = {**CODER, "accum_freq": accum_freq, "ema_decay": 0.9, "epochs": 4}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,31 +298,3 @@ def test_a_step_of_lookahead_ends_when_its_slow_weights_are_written(model: Any, 
         optimizer.step()
         assert following.steps == seed + 1 and torch.equal(seen[-1], model.visual.proj)
     assert filled(model) == 6 * PAIRS
-
-
-def test_steps_of_another_optimizer_are_reported(model: Any, loss: Any, caplog: pytest.LogCaptureFixture) -> None:
-    follow(model, sgd(trained(model)))
-    other = sgd(trained(model))
-    with caplog.at_level(logging.WARNING):
-        for seed in range(4):
-            backward(model, loss, seed)
-            other.step()
-    assert len(warned := warnings_of(caplog)) == 1 and "give it the one whose step() is called" in warned[0]
-
-
-@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign", "ascl", "clip + distill(teacher=base)"])
-def test_a_model_that_is_followed_and_its_loss_pickle(tiny_model: str, expression: str) -> None:
-    model = coder_plugin.create_model(tiny_model, loss=expression).train()
-    loss = coder_plugin.create_loss(expression, model=model)
-    optimizer = sgd(trained(model))
-    follow(model, optimizer)
-    backward(model, loss)
-    optimizer.step()
-    again, loss_again = pickle.loads(pickle.dumps((model, loss)))
-    assert again.coder.followed_by is None is not model.coder.followed_by
-    values = []
-    for each, criterion in ((model, loss), (again, loss_again)):
-        torch.manual_seed(1)
-        values.append(sum(criterion(**each(**batch(1))).values()))
-    assert torch.equal(*values)
-    follow(again, sgd(trained(again)))

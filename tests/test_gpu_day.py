@@ -59,24 +59,6 @@ def test_stages_that_fail_or_take_too_long_keep_their_results_and_the_next_one_r
     assert "it waits" in log.getvalue() and "the last words" in log.getvalue()
 
 
-def test_goals_are_compared_with_the_worst_figure(gpu_day) -> None:
-    lines = [
-        {"case": "dcl 32768 x 1024", "form": "tiled bfloat16", "seconds": 0.012, "peak_bytes": 4e8},
-        {"case": "dcl 32768 x 1024", "form": "tiled TF32", "seconds": 0.002},  # no goal is set for it
-        {"case": "dcl 8192 x 1024", "form": "tiled bfloat16", "error": 0.5},
-        {"case": "m_dcl 128 x 1048576", "form": "tiled", "error": "OutOfMemoryError: …"},
-        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.4}},
-        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.5}},
-        {"case": "coder-tiny, batch 4, fp32", "bench": "coder_step", "ratio": {"coder": 9.0}},
-    ]
-    table = {line[:46].strip(): line[46:].split() for line in gpu_day.compare(gpu_day.GOALS, lines).splitlines()}
-    assert table["DCL 32,768 x 1024, tiled bfloat16"] == ["16", "ms", "12", "holds"]
-    assert table["DCL 32,768 x 1024, tiled bfloat16, memory"] == ["0.5", "GB", "0.4", "holds"]
-    assert table["DCL, tiled bfloat16, error of the gradient"][-4:] == ["0.5", "DOES", "NOT", "HOLD"]
-    assert table["M-DCL 128 x 1M, tiled"] == ["2.1", "ms", "–"]
-    assert table["coder step / clip step, ViT-B-32 at 256"] == ["1.45", "x", "1.5", "DOES", "NOT", "HOLD"]
-
-
 @pytest.mark.slow
 def test_every_stage_runs_in_its_tiny_form(tmp_path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -27,7 +27,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.open import load_model
 
@@ -530,16 +529,6 @@ def test_heads_keys_and_what_stays_inside(make: Make) -> None:
     assert all(len(got[key]) == B for key in got if key.startswith("coder_"))
 
 
-def test_options_reach_the_heads(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    objective = Objective.parse("reads_bank").with_options({"bank.size": 7})
-    assert make("vit", objective).coder.heads["bank"].rows.shape == (7, 32)
-    with pytest.raises(CoderError, match="head 'bank': size must be at least 1, got 0"):
-        make("vit", objective.with_options({"bank.size": 0}))
-    logging.getLogger().setLevel(logging.WARNING)
-    make("vit", Objective.parse("clip").with_options({"bank.size": 7}))
-    assert "options ignored: the loss needs no head bank" in caplog.text
-
-
 # State
 
 
@@ -594,48 +583,6 @@ def test_state_is_named_saved_and_read_back(make: Make) -> None:
 # Losses
 
 
-def test_losses_are_weighted_named_and_summed(make: Make) -> None:
-    image, text = batch()
-    model = make("vit", "clip + reads_bank").train()
-    outputs = model(image, text)
-    upstream = open_clip.ClipLoss()(outputs["image_features"], outputs["text_features"], outputs["logit_scale"])
-    loss = create_loss("clip + 0.5*clip + 2*reads_bank", model=model)
-    losses = loss(**outputs)
-    assert list(losses) == ["clip_loss", "clip_2_loss", "reads_bank_pull_loss", "reads_bank_push_loss"]
-    torch.testing.assert_close(losses["clip_loss"], upstream)
-    torch.testing.assert_close(losses["clip_2_loss"], 0.5 * upstream)
-    torch.testing.assert_close(losses["reads_bank_push_loss"], 2 * outputs["coder_bank_texts"].sum())
-    torch.testing.assert_close(loss(**outputs, output_dict=False), sum(losses.values()))
-    assert not list(loss.parameters()) and not loss.state_dict()
-    assert not any(isinstance(module, Head) for module in loss.modules()), "the model owns its heads"
-
-
-@pytest.mark.parametrize(
-    "objective, named", [("clip + dcl", "clip and dcl"), ("dcl(hard_negatives=true)", None), ("m_dcl", None), ("clip", "clip")]
-)
-def test_a_batch_of_one_pair_is_reported_once(
-    tiny_model: str, caplog: pytest.LogCaptureFixture, objective: str, named: str | None
-) -> None:
-    """In every loop: by the loss. A bank and hard negatives are negatives of a single pair too."""
-    caplog.set_level(logging.WARNING)
-    model = create_model(tiny_model, loss=objective).train()
-    loss = create_loss(objective, model=model)
-    negatives = {"text_negatives": torch.ones(2, 1, 40).long()} if "hard" in objective else {}
-
-    def step(rows: int) -> list[str]:
-        caplog.clear()
-        some = {name: value[:rows] for name, value in negatives.items()}
-        loss(**model(torch.rand(rows, 3, 64, 64), torch.ones(rows, 40).long(), image_id=torch.arange(rows), **some))
-        return [each.getMessage() for each in caplog.records if "batch of one pair" in each.getMessage()]
-
-    with torch.no_grad():
-        assert step(1) == []
-    assert step(2) == []
-    told = step(1)
-    assert len(told) == (named is not None) and all(f"negatives, and {named} has no others: use" in each for each in told)
-    assert step(1) == []
-
-
 def test_inputs_of_another_kind_are_refused(tiny_model: str) -> None:
     model = create_model(tiny_model, loss="clip").train()
     image, text = torch.rand(2, 3, 64, 64), torch.ones(2, 40).long()
@@ -653,29 +600,6 @@ def test_inputs_of_another_kind_are_refused(tiny_model: str) -> None:
             model(*inputs[:2], **ids)
     with pytest.raises(CoderError, match="pretrained is True: name a tag of open_clip, such as 'openai'"):
         create_model("ViT-B-32", loss="clip", pretrained=True)
-
-
-def test_at_reads_the_heads_features(make: Make) -> None:
-    model = make("vit", "dcl@pair + dcl + triplet@pair + triplet").train()
-    outputs = model(*batch())
-    losses = create_loss("dcl@pair + dcl + triplet@pair + triplet", model=model)(**outputs)
-    for name in ("dcl", "triplet"):  # both are symmetric in the towers, which the head swaps
-        torch.testing.assert_close(losses[f"{name}_pair_loss"], losses[f"{name}_loss"])
-    outputs["coder_pair_images"] = outputs["coder_pair_images"].flip(0)
-    changed = create_loss("dcl@pair + dcl", model=model)(**outputs)
-    assert changed["dcl_pair_loss"] != losses["dcl_pair_loss"] and changed["dcl_loss"] == losses["dcl_loss"]
-
-
-def test_a_loss_needs_the_models_heads(make: Make) -> None:
-    model = make("vit", "clip")
-    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same loss"):
-        create_loss("dcl", model=model)
-    with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias'"):
-        create_loss("siglip", model=model)
-    with pytest.raises(CoderError, match="made by coder_plugin.create_model"):
-        create_loss("clip", model=make("vit"))
-    with pytest.raises(CoderError, match="loss 'owner' owns parameters"):
-        create_loss("owner", model=model)
 
 
 # Temperature and bias

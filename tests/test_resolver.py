@@ -191,23 +191,6 @@ def test_an_optional_key(plug: Plug) -> None:
     assert run("maybe").heads == ("key",)
 
 
-def test_a_strangers_head_provides_optional_keys_only_when_asked(plug: Plug) -> None:
-    plug("losses", maybe=loss("image_features", "coder_key"))
-    plug("losses", "theirs", their_maybe=loss("image_features", "coder_key"))
-    plug("heads", "theirs", key=head(provides="coder_key"))
-    assert run("maybe").heads == ()
-    assert run("maybe(head=key)").heads == ("key",)
-    assert run("their_maybe").heads == ("key",)
-    plug("heads", OURS, our_key=head(provides="coder_ours"))
-    plug("losses", "theirs", their_other=loss("image_features", "coder_ours"))
-    assert run("their_other").heads == ("our_key",), "ours are welcome everywhere"
-    plug("heads", "others", key_2=head(provides="coder_key"))
-    assert run("maybe").heads == ()
-    assert run("their_maybe").heads == ("key",)
-    plug("heads", registry.REGISTERED, key_3=head(provides="coder_key"))
-    assert run("maybe").heads == ("key_3",), "the user registered it in this process"
-
-
 # term@head
 
 

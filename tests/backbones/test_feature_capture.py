@@ -18,7 +18,6 @@ from coder_plugin.backbones import token_projection
 from coder_plugin.backbones.clip import _check_context
 from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 from coder_plugin.errors import CoderError
-from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.pretrained.export import HEADS, export_model, read_heads
 from coder_plugin.pretrained.open import load_model
 from tests.backbones.towers import EVERY, IMAGE, TEXT, images, texts, texts_of
@@ -82,26 +81,6 @@ def test_checkpointing_changes_no_gradient(make, image: str, text: str) -> None:
         torch.testing.assert_close(checkpointed[key], value, rtol=1e-3, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_either_way_of_checkpointing_timms_blocks(make, reentrant: bool) -> None:
-    """What a reentrant checkpoint computes has no graph inside it."""
-    from timm.layers import set_reentrant_ckpt
-
-    gradients = []
-    for enable in (False, True):
-        model = make("timm-token", return_intermediates=IMAGE).train()
-        model.visual.set_grad_checkpointing(enable)
-        set_reentrant_ckpt(reentrant)
-        try:
-            weighed(model.describe_image(images(model).requires_grad_()), IMAGE).backward()
-        finally:
-            set_reentrant_ckpt(False)
-        gradients.append({key: p.grad for key, p in model.visual.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], value, rtol=1e-3, atol=1e-6, msg=key)
-
-
 @pytest.mark.parametrize("name", ["vit", "coca", "resnet", "timm-map", "timm-resnet"])
 def test_gradients_reach_the_towers_own_parameters(make, name: str) -> None:
     """Locals alone train all that comes before the last block, and the projection, but not that block."""
@@ -163,23 +142,6 @@ def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
     assert model._coder_capture.keys == AGGREGATOR_KEYS and not model._coder_capture._projections
 
 
-@pytest.mark.parametrize("aggregator", ["tower", "gpo"])
-@pytest.mark.parametrize("name", ["vit", "timm-convnext"])
-@torch.no_grad()
-def test_a_momentum_copy_makes_none_of_it(make, name: str, aggregator: str) -> None:
-    model = make(name, aggregator=aggregator)
-    copied = MomentumCopy()
-    copied.copy_from(model)
-    embedded = model.embed_image(images(model)), model.embed_text(texts())
-    kept = set(AGGREGATOR_KEYS) if aggregator == "gpo" else set()
-    assert {*copied.model.describe_image(images(model)), *copied.model.describe_text(texts())} - kept == {
-        *("image_features", "text_features"), *({"image_pooled"} if kept else ())
-    }  # fmt: skip
-    for mine, theirs in zip(copied(images(model), texts()), embedded, strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert EVERY <= {*model.describe_image(images(model)), *model.describe_text(texts())}
-
-
 # Refusals
 
 
@@ -196,13 +158,6 @@ def test_a_momentum_copy_makes_none_of_it(make, name: str, aggregator: str) -> N
 def test_blocks_that_a_tower_has_not(make, image: str, text: str, blocks: int, message: str) -> None:
     with pytest.raises(CoderError, match=message):
         make(image, text, context_blocks=blocks)
-
-
-def test_keys_that_no_model_or_not_this_one_has(make) -> None:
-    with pytest.raises(CoderError, match="return_intermediates: unknown key image_locales; it gives: image_context_ma"):
-        make(return_intermediates=["image_locales"])
-    with pytest.raises(CoderError, match="return_intermediates: this model does not give image_views; it gives: image_con"):
-        make(return_intermediates=["image_views", "image_locals"])
 
 
 def test_towers_that_nobody_knows(make) -> None:

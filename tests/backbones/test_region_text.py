@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +16,10 @@ from torch import Tensor
 from coder_plugin import create_loss, create_model
 from coder_plugin.backbones.base import OUTPUT_KEYS
 from coder_plugin.backbones.tokenizers import SPECIAL
-from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.basic import Tokens
 from coder_plugin.masked import unit_channels
-from coder_plugin.pretrained.export import HEADS, export_model, load_heads
-from coder_plugin.pretrained.open import load_model
+from coder_plugin.pretrained.export import HEADS, export_model
 from coder_plugin.tensors import cosine
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
@@ -403,21 +400,6 @@ def test_the_decoder_of_gpo_is_an_option_of_both_towers(name, bert):
                 assert changed.any(), side
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ("coder", "head 'momentum': a bank holds one key per image, and this model gives an image 3 features"),
-        ("clip", "loss 'clip' compares one feature of an image, and this model gives 3.*image_pooling=gpo"),
-        ("dcl + m_dcl", "a bank holds one key per image"),
-        ("dcl + pgc", "loss 'pgc' compares one feature of an image"),
-    ],
-)
-def test_views_are_refused_where_one_feature_is_compared(bert, objective, message):
-    with pytest.raises(CoderError, match=message):
-        model = create_model("region-bert-camera", loss=objective, **options("region-bert-camera", bert))
-        create_loss(objective, model=model)
-
-
 def test_siglip_adds_a_bias_where_there_is_none(bert, tmp_path):
     import open_clip
 
@@ -452,19 +434,6 @@ def test_a_backbone_without_a_bias_cannot_serve_siglip(bert, monkeypatch):
 
 
 # what data decide
-
-
-def test_data_fill_what_options_leave_open(bert):
-    example = Regions(np.zeros((2, 9), np.float32))
-    found = {"example": example, "captions": lambda: iter(["a dog runs"] * 4 + ["a cat"])}
-    model = create_model("region-bigru", loss="dcl", embed_dim=8, **found)
-    assert model.options.region_dim == 9 and list(model.options.vocabulary) == [*SPECIAL, "a", "dog", "runs"]
-    model = create_model("region-bigru", loss="dcl", embed_dim=8, vocabulary=WORDS, region_dim=3, **found)
-    assert model.options.region_dim == 3 and model.options.vocabulary == WORDS
-    bert_model = create_model("region-bert", loss="dcl", embed_dim=8, text=bert, **found)
-    assert bert_model.options.region_dim == 9 and bert_model.options.vocabulary is None
-    with pytest.raises(CoderError, match="no word occurs 4 times"):
-        create_model("region-bigru", loss="dcl", **{**found, "captions": lambda: ["a dog"]})
 
 
 # frozen and adapted text
@@ -587,24 +556,6 @@ def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
     again = export_model(opened, tmp_path / "again")  # an export of an export
     opened = create_model(str(again.parent), loss="dcl", pretrained=str(again))
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
-
-
-@pytest.mark.parametrize("name", ["region-bert", "region-bert-camera"])
-def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
-    model = made(name, bert, "dcl + concept_dcl")
-    expected = embeddings(model)
-    folder = tmp_path / "export" / "best"
-    weights = export_model(model, folder)
-    heads = weights.with_name(HEADS)
-    opened = create_model(str(folder), loss=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
-    load_heads(opened, heads)
-    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
-    for place in (tmp_path, folder):  # a run's, an export's
-        ready = load_model(place)
-        assert not ready.training
-        assert all(torch.equal(*pair) for pair in zip(embeddings(ready), expected, strict=True))
-    with pytest.raises(CoderError, match="nowhere is neither an export nor a run with one in export/best"):
-        load_model(tmp_path / "nowhere")
 
 
 def test_what_is_no_export(tmp_path, bert):

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coder_plugin.backbones import token_projection
-from tests.backbones.towers import IMAGE, TEXT, TEXTS, B, D, T, images, texts, texts_of
+from tests.backbones.towers import IMAGE, TEXT, TEXTS, B, D, T, images, texts_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -153,21 +152,6 @@ def test_towers_without_a_way_give_raw_tokens(make) -> None:
     torch.testing.assert_close(found[IMAGE[1]], maps[2])
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_looking_at_a_trunk_changes_nothing_in_it(make, name: str) -> None:
-    """Neither at creation nor in training does the way of single cells write into the tower."""
-    model = make(name).train()
-    twin = copy.deepcopy(model)
-    twin._coder_capture.keys = set()
-    for each in (model, twin):
-        torch.manual_seed(0)
-        each.describe_image(images(each))
-    for key, value in twin.visual.state_dict().items():
-        assert torch.equal(model.visual.state_dict()[key], value), key
-    assert all(module.training for module in model.visual.modules())
-    assert not any(m._forward_hooks for m in model.visual.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-
-
 # Texts
 
 
@@ -222,15 +206,3 @@ def test_text_locals_and_contexts_are_before_and_after_the_last_blocks(make, nam
     first_padding = name == "siglip"  # its end token is its padding
     assert found["text_mask"].sum(1).tolist() == [5 + first_padding, 8 + first_padding, T]
     assert found["text_tokens"].shape[:2] == (B, T)
-
-
-@torch.no_grad()
-def test_cocas_class_position_is_no_word(make) -> None:
-    model = make(text="coca")
-    tower, text = model.text, texts()
-    x, mask = tower._embeds(text)
-    for block in tower.transformer.resblocks:
-        x = block(x, attn_mask=mask)
-    way = token_projection.text_projection(model)
-    torch.testing.assert_close(way(x[:, -1:])[:, 0], tower(text)[0], rtol=1e-5, atol=1e-6)
-    assert model.describe_text(text)["text_contexts"].shape[1] == T

@@ -107,17 +107,6 @@ def test_a_word_is_what_it_mostly_is():
     assert made.words == ("play",) and made.types == ("motion",) and made.counts.tolist() == [3]
 
 
-def test_a_form_is_read_one_way():
-    """The tagger's slips do not split a word, and a name is an object only where it is nothing else."""
-    captions = ["frisbee/frisbee/propn", "tan/tan/propn dog/dog/noun", "tan/tan/propn", "tan/tan/adj", "park/park/noun"]
-    captions += ["parks/park/noun", "parks/parke/verb", "parks/park/noun"]
-    made = vocabulary(captions, tagger=Marked())
-    assert dict(zip(made.words, made.types, strict=True)) == {
-        "frisbee": "object", "tan": "property", "dog": "object", "park": "object",
-    }  # fmt: skip
-    assert counts(made)["park"] == 4 and counts(made)["tan"] == 3
-
-
 def test_a_caption_counts_a_word_once_and_numbers_and_signs_not_at_all():
     made = vocabulary(["Dog dog DOGS 3 - dog", "cat\u00a0dog"])
     assert counts(made) == {"dog": 2, "cat": 1} and made.cooccurrence.tolist() == [[0, 1], [1, 0]]
@@ -138,16 +127,6 @@ def test_ratio_of_the_paper():
 def test_impossible_shares(size, ratio):
     with pytest.raises(CoderError, match="size is|ratio is"):
         vocabulary(size=size, ratio=ratio)
-
-
-def test_what_a_type_cannot_fill_goes_to_the_most_frequent_of_the_others(caplog):
-    captions = ["dog cat man", "dog cat", "dog", "red big", "red big", "red", "run"]
-    with caplog.at_level(logging.WARNING):
-        made = vocabulary(captions, size=6, ratio=(1, 4, 1))
-    assert made.words == ("dog", "cat", "man", "run", "red", "big")
-    assert made.settings["requested"] == {"object": 1, "motion": 4, "property": 1}
-    assert "concepts: requested 4 motion words, found 1" in messages(caplog)
-    assert not any("6 words" in text for text in messages(caplog))
 
 
 def test_fewer_words_than_asked_for(caplog):

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.backbones.tokenizers import SPECIAL, SubwordTokenizer, WordTokenizer
-from coder_plugin.cli import main
 from coder_plugin.concepts.tagging import Token, clean
 from coder_plugin.concepts.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, classes_of
 from coder_plugin.data.item import Item
@@ -407,18 +406,3 @@ def test_what_no_head_reads_is_not_tagged_and_its_flag_is_refused(tiny_model, tm
         Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", tagger="scenes"))
     with pytest.raises(CoderError, match="reads word classes"):
         Trainer.from_config(run_config(tiny_model, tmp_path, tagger="scenes", set=["reader.classes=all"]))
-
-
-@pytest.mark.parametrize("absent", ["spaCy", "the pipeline"])
-def test_an_absent_tagger_is_one_line_before_anything_is_trained(tiny_model, tmp_path, reader, monkeypatch, capsys, absent):
-    if absent == "spaCy":
-        monkeypatch.setitem(sys.modules, "spacy", None)
-    elif importlib.util.find_spec("spacy") is None:
-        pytest.skip("needs spaCy")
-    flags = ["--model", tiny_model, "--logs", str(tmp_path), "--name", "run", "--batch-size", "8", "--loss", "clip + read"]
-    assert main(["train", *flags, "--tagger", "en_no_such_pipeline"]) != 0
-    said = capsys.readouterr()
-    (line,) = [line for line in said.err.splitlines() if "en_no_such_pipeline" in line]
-    assert "--tagger" in line and "spacy download" in line and "Traceback" not in said.err
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert reader.seen == []

@@ -135,19 +135,6 @@ def test_no_sample_twice_and_none_lost_but_the_rest(tmp_path, kind, world, worke
     assert steps == total // (BATCH * world) and set(seen.values()) == {1} and len(seen) == rows <= total
 
 
-@kinds
-def test_all_shows_every_caption_and_draw_one(tmp_path, kind):
-    source = make(kind, tmp_path)
-    batches = list(loader(source, captions="all").epoch(0))
-    everything = [tuple(row) for batch in batches for row in batch["text"][:, :2].tolist()]
-    assert len(set(everything)) == 125 and {k for _, k in everything} == {0, 1, 2}  # 129 but for the rest
-    by_id: dict[int, set[int]] = {}
-    for batch in batches:
-        for image_id, number in zip(batch["image_id"].tolist(), batch["text"][:, 0].tolist(), strict=True):
-            by_id.setdefault(image_id, set()).add(number)
-    assert all(len(each) == 1 for each in by_id.values()) and len(by_id) == NUMBER
-
-
 @readers
 def test_the_same_again_and_other_epochs_and_seeds_differ(tmp_path, kind, workers):
     source = make(kind, tmp_path)
@@ -311,19 +298,6 @@ def test_a_bug_in_a_transform_is_not_taken_for_a_bad_image(tmp_path):
     with pytest.raises(ValueError, match="a bug") as caught:
         next(made.epoch(0))
     assert not isinstance(caught.value, CoderError)
-
-
-def test_steps_per_epoch_and_data_that_is_too_small(tmp_path):
-    source = make("table", tmp_path)
-    assert loader(source, batch_size=43).steps_per_epoch == 1
-    assert loader(source, batch_size=43, captions="all").steps_per_epoch == 3
-    assert loader(source, batch_size=7, world_size=3).steps_per_epoch == 2
-    assert loader(source, num_samples=20).steps_per_epoch == len(list(loader(source, num_samples=20).epoch(0))) == 4
-    message = fault(loader, source, batch_size=44)
-    assert "--batch-size 44 is larger than the data (43 samples)" in message
-    assert "2 ranks" in fault(loader, source, batch_size=22, world_size=2)
-    for name, number in (("batch_size", 0), ("workers", -1), ("max_bad_samples", -1), ("max_bad_samples", 100)):
-        assert str(number) in fault(loader, source, **{name: number})
 
 
 def piped(folder: Path):

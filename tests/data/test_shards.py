@@ -123,12 +123,6 @@ def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, c
     assert "its keys are: none" in fault_of(bare, caption_key="caption")
 
 
-def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
-    shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b" one \r\ntwo\xe2\x80\xa8still two\n")])
-    assert captions(shard) == [("one \r\ntwo\u2028still two",)]
-    assert captions(shard, newline_captions=True) == [("one", "two\u2028still two")]
-
-
 def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
     for shard in range(2):
         rows = []
@@ -290,17 +284,6 @@ def test_files_that_are_not_read_are_counted_and_named_once(tmp_path, caplog):
             "--hard-dereference); 2 with a further dot in the name, such as 'v1.5.png' (webdataset ends a sample's name at "
             "the first dot); 1 .npy; 1 special files, such as 'd.png'; 1 without an ending, such as 'README'"
         )
-
-
-def test_files_of_a_sample_that_are_apart_are_said_to_be(tmp_path):
-    """As ``tar`` writes a folder that is not sorted."""
-    rows = [(f"{n}", {"png": png()}) for n in range(4)] + [(f"{n}", {"txt": b"x"}) for n in range(4)]
-    items = [item for _, item in open_shards(write_tar(tmp_path / "s.tar", rows)).items()]
-    hint = "and files of one sample are not next to each other in its shard ('0'): sort it (tar --sort=name)"
-    assert [str(item.fault) for item in items] == [f"it has no captions, {hint}"] * 4 + ["None"] * 4
-    with pytest.raises(BadSample) as caught:
-        items[4].load()
-    assert str(caught.value) == f"no field jpg, png, jpeg, webp, npz, {hint}"
 
 
 # damage

@@ -290,25 +290,6 @@ def test_before_after_and_between(
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written(
-    runs: Path, few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = [str(runs / "after"), "--export", "last", "--workers", "0", *few]
-    (tmp_path / "file").write_text("")
-    with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "__call__", lambda *_: pytest.fail("encoded before the folder was made"))
-        for folder in (tmp_path / "file", tmp_path / "file" / "in it"):
-            assert main(["eval", *run, "--wise-ft-save", "0.5", str(folder)]) == 2
-            assert f"--wise-ft-save {folder}: the folder cannot be made" in capsys.readouterr().err
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(wise_ft, "export_model", full)
-    assert main(["eval", *run, "--wise-ft-save", "0.5", str(tmp_path / "new")]) == 2
-    assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
-
-
 def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *got, mean = rows([str(runs / "before"), str(runs / "after"), "--by", "place", "words", "length"], capsys)
     assert mean["name"] == "mean of 2 runs" and mean["rsum"] == pytest.approx((got[0]["rsum"] + got[1]["rsum"]) / 2)

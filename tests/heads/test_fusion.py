@@ -110,24 +110,6 @@ def test_an_identity_start_compares_tokens_as_they_are(heads):
             torch.testing.assert_close(got[i, j], want, rtol=1e-12, atol=1e-12)
 
 
-def test_how_matrices_start():
-    for direction in (made(init="identity").image_to_text, made(init="identity").text_to_image):
-        assert all(torch.equal(matrix, torch.eye(8, dtype=matrix.dtype)) for matrix in direction.parameters())
-    head = made(OTHER, init="identity")
-    wide, narrow = head.project_image.weight, head.project_text.weight  # 10 -> 8 and 6 -> 8 channels
-    torch.testing.assert_close(wide @ wide.T, torch.eye(8, dtype=wide.dtype), rtol=0, atol=1e-6)
-    torch.testing.assert_close(narrow.T @ narrow, torch.eye(6, dtype=wide.dtype), rtol=0, atol=1e-6)
-    assert not head.project_whole.weight.any()
-    default = Fusion(PLAIN)
-    assert torch.equal(default.image_to_text.common, torch.eye(8))
-    random = made(OTHER, init="xavier")
-    matrices_ = [*random.image_to_text.parameters(), *random.text_to_image.parameters()]
-    assert len({matrix[0, 0].item() for matrix in matrices_}) == 8  # each drawn by itself
-    for weight in (*matrices_, random.project_image.weight, random.project_text.weight, random.project_whole.weight):
-        bound = (6 / sum(weight.shape)) ** 0.5
-        assert 0.8 * bound < weight.abs().max() <= bound
-
-
 def test_a_whole_image_feature_starts_without_effect_and_is_learnt():
     head, given = made(OTHER, init="identity"), batch(OTHER)
     scores = head(**given)["coder_fusion"]

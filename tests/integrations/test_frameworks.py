@@ -209,6 +209,12 @@ def test_a_parameter_that_the_model_returns_is_used(runs: Any, tiny_model: str, 
 # -- what is of one framework ----------------------------------------------------------------------------------------------
 
 
+def test_the_callback_is_one_of_either_lightning(runs: Any) -> None:
+    """``pytorch_lightning`` has classes of its own."""
+    for package in (importlib.import_module("pytorch_lightning"), runs.lightning.pytorch):
+        assert isinstance(runs.FollowCallback(), package.Callback)
+
+
 def test_trainer_logs_each_term(runs: Any, tiny_model: str, tmp_path: Path) -> None:
     """huggingface/transformers #12379 and #29972: the terms of a loss, not their sum alone. As means over the steps since the
     last log, however many batches a step accumulates; the last step has one only."""

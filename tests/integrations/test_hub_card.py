@@ -141,26 +141,6 @@ def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path,
     assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
 
 
-def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_model: str) -> None:
-    """Nor is a plain CLIP, of which nobody knows where it is from."""
-    torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
-    export_model(model, tmp_path / "export")
-    plain = (coder_plugin.save_pretrained(_towers(tmp_path / "export"), tmp_path / "plain") / "README.md").read_text()
-    assert "an open_clip model (CLIP). Texts" in plain and "trained with" not in plain and "one seed" not in plain
-    trained = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "trained") / "README.md"
-    assert "an open_clip model (CLIP) trained with coder_plugin. Texts" in trained.read_text()
-    made = {"alpha": 0.5, "tuned": "/home/janedoe/logs/tuned/", "base": "/home/janedoe/logs/base/export/last"}
-    (tmp_path / "export" / "wise_ft.json").write_text(json.dumps(made))
-    first = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "first")
-    for folder in (first, coder_plugin.save_pretrained(first, tmp_path / "second")):
-        text = (folder / "README.md").read_text()
-        assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned model, `tuned`, and the rest of the" in text
-        assert "model before fine-tuning, `base`" in text
-        assert "- objective of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
-        assert "one seed" not in text and "janedoe" not in (folder / "coder_run.json").read_text()
-
-
 def write_run(folder: Path, *, best: dict | None, last: dict | None, step: int, metrics: list[dict]) -> Path:
     from coder_plugin.training import checkpoint
 

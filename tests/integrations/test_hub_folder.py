@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -38,35 +37,6 @@ def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
     with pytest.raises(CoderError, match="is a file"):
         coder_plugin.save_pretrained(runs["gpo"], folder / "README.md", export="last")
     assert (folder / "README.md").read_text() == "my own card" and not (folder / "coder.safetensors").exists()
-
-
-def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    card, really, refused = (folder / "README.md").read_text(), os.replace, [".writing"]
-
-    def refuse(old: Path, new: Path) -> None:
-        if Path(new) == folder and any(part in str(old) for part in refused):
-            raise OSError("the disk")
-        really(old, new)
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(CoderError, match="folder: nothing was shared: the disk"):
-        coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    refused.append(".folder.old")
-    with pytest.raises(CoderError, match=r"what was in .*/folder is now in .*/\.folder\.old: move it back \(the disk\)"):
-        coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == [".folder.old"]
-    # as after a process that was killed there: the next one puts it back before it looks at anything else
-    monkeypatch.setattr(os, "replace", really)
-    with pytest.raises(CoderError, match="neither an export nor a run"):
-        coder_plugin.save_pretrained(tmp_path, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    shutil.copytree(folder, tmp_path / ".folder.old")
-    coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "coder.safetensors").exists()
 
 
 def test_nothing_is_left_of_a_share_that_fails(

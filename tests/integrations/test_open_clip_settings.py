@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import coder_plugin
 import coder_plugin.integrations.open_clip
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip import rates
-from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.run import Run
-from coder_plugin.training.prepare import freeze_batch_norm
 from tests.integrations import upstream_runs as runs
 
 HEADS = ["--coder-concepts", "scenes", "--coder-set", "prototypes.clusters=8", "momentum.bank_size=256"]
@@ -107,15 +103,6 @@ def test_flags_that_would_have_no_effect_are_refused(
         runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further))
 
 
-def test_synchronised_batch_norms_leave_frozen_ones_frozen() -> None:
-    tower = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
-    tower[1].requires_grad_(False)
-    freeze_batch_norm(tower)
-    converted = Adapter.convert_sync_batchnorm(tower).train()
-    assert not converted[1].training and isinstance(converted[1], nn.BatchNorm2d)
-    assert isinstance(converted[2], nn.SyncBatchNorm) and converted[2].training
-
-
 @pytest.mark.parametrize("given", [[], ["--precision", "amp_bf16"], ["--loss"]])
 def test_without_a_gpu_the_precision_is_fp32(given: list[str], released: Any, tmp_path: Path, capsys: Any) -> None:
     """Unless another is given, and with ``--loss`` only. A handler of a line logged before would double all lines."""
@@ -129,13 +116,6 @@ def test_without_a_gpu_the_precision_is_fp32(given: list[str], released: Any, tm
         assert logging.getLogger().handlers == []
     assert args.precision == {0: "fp32", 1: "amp", 2: "amp_bf16"}[len(given)]
     assert ("--precision fp32, because there is no GPU" in capsys.readouterr().out) is not bool(given)
-
-
-def test_the_rate_that_main_logs_is_the_towers() -> None:
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr_scale": 100.0}], lr=0.1)
-    rates.assign_learning_rate(optimizer, 0.5)
-    assert rates.base_learning_rate(optimizer) == pytest.approx(0.5)
 
 
 def test_health_is_logged_at_upstreams_steps() -> None:

@@ -260,42 +260,6 @@ def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_pa
     assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
 
 
-def test_a_larger_loss_keeps_the_bank(make: Any, pairs: Any, tmp_path: Path) -> None:
-    """Momentum towers and bank go on, and a new momentum copy has the aggregator that the model has."""
-    model = make("dcl + m_dcl")
-    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="dcl + m_dcl", max_steps=2).train()
-    before = {name: value.clone() for name, value in model.coder.heads["momentum"].state_dict().items()}
-    CoderLoss(runs.wrap(model), "dcl + m_dcl + pgc")
-    assert "prototypes" in model.coder.heads and before["bank.count"] == 8
-    after = model.coder.heads["momentum"].state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    assert not torch.equal(after["towers.model.visual.proj"], model.visual.proj)
-    pooled = make("dcl", aggregator="gpo")
-    CoderLoss(runs.wrap(pooled), "dcl + m_dcl")
-    copied = pooled.coder.heads["momentum"].towers.model.coder.aggregators.state_dict()
-    assert copied and all(torch.equal(copied[name], value) for name, value in pooled.coder.aggregators.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "first, second, filled",
-    [("m_dcl", "dcl", 8), ("m_dcl + dcl", "m_dcl", 16), ("m_dcl", "m_dcl + concept_dcl", 16), ("clip", "m_dcl", 8)],
-)
-def test_two_losses_of_one_model_share_its_heads(make: Any, first: str, second: str, filled: int) -> None:
-    """As sentence-transformers trains a loss for each data set, in turn."""
-    model = runs.wrap(make(first))
-    inner = model[0].model
-    losses = [CoderLoss(model, first), CoderLoss(model, second)]
-    optimizer = sgd(inner)
-    texts = model[0].preprocess(["a red circle", "a dog", "a cat", "a square"])
-    for step in range(4):
-        pictures = {"pixel_values": torch.rand(4, 3, 64, 64), "image_id": torch.arange(4) + 4 * step}
-        sum(losses[step % 2]([pictures, texts]).values()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert inner.coder.followed_by.steps == 4
-    assert inner.coder.heads["momentum"].bank.count == filled
-
-
 def test_checkpointing_and_half_precision_reach_the_model(make: Any, pairs: Any, tmp_path: Path) -> None:
     """huggingface/sentence-transformers #3393."""
     model = runs.wrap(make("clip"))

@@ -138,18 +138,6 @@ def test_an_average_that_is_loaded_does_not_become_the_weights_of_a_tower_locked
     assert same_storage(other)["visual.conv1.weight"]
 
 
-def test_tied_parameters_are_shared_and_copied_under_both_names(model):
-    model.visual.register_module("tied", torch.nn.Module())
-    model.visual.tied.proj = model.visual.proj
-    model.lock_image_tower()
-    model.coder.attach(model)
-    average = tower(model).model
-    assert average.visual.tied.proj is average.visual.proj is model.visual.proj
-    model.visual.proj.requires_grad_(True)
-    model.coder.post_step()
-    assert average.visual.tied.proj is average.visual.proj is not model.visual.proj
-
-
 def test_the_copy_has_no_gradient_and_keeps_its_mode(model):
     outputs = model(**batch())
     assert not outputs["coder_image_keys"].requires_grad

@@ -355,7 +355,6 @@ def npz(level: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
 
 ONES = npy(np.ones((2, 4), np.float32))
 NAN = npy(np.array([[0, 0, np.nan, 1], [0, 0, 1, 1]], np.float32))
-HUNDREDTH = npy(np.array([1.0, 1.0]))
 
 
 def npz_bomb() -> bytes:

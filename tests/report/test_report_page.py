@@ -266,15 +266,6 @@ def test_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
         write_report(made["folder"], output=tmp_path / "file" / "x.html")
 
 
-def test_a_bug_in_a_section_ends_no_report(
-    made: dict[str, Any], few: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
-    monkeypatch.setattr("coder_plugin.report.sections.tsne", lambda vectors: 1 // 0)
-    text = write_report(made["folder"], output=tmp_path / "x.html", **few).read_text(encoding="utf-8")
-    assert "ZeroDivisionError" in section(text, "map") and "ZeroDivisionError" in caplog.text
-    assert text.count("Not shown") == 1
-
-
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 

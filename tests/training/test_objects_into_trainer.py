@@ -358,27 +358,6 @@ def test_dry_run_says_where_each_value_comes_from(tmp_path, capsys):
     assert "pretrained" not in settings
 
 
-def test_a_flag_replaces_the_recipes_loss(tmp_path, capsys):
-    settings = plan(capsys, "--recipe", "ascl-clip", "--loss", "clip", "--logs", str(tmp_path))["settings"]
-    assert settings["loss"] == {"value": "clip", "from": "flag"}
-    assert settings["lr"] == {"value": 1e-5, "from": "recipe ascl-clip"}
-
-
-def test_a_flag_replaces_a_runs_loss_with_its_options(tmp_path, capsys):
-    """Options that the recipe, or a file, sets for its own loss do not reach the other loss; those of the flags do."""
-    saved = resolve_config({"recipe": "ascl-clip", "set": ["asymmetry.positives=join"]}).to_dict()
-    run, written = tmp_path / "config.json", tmp_path / "written.json"
-    run.write_text(json.dumps(saved))
-    written.write_text(json.dumps({"recipe": "ascl-clip", "set": ["asymmetry.positives=join"]}))
-    for file in (run, written):
-        flags = ["--config", str(file), "--logs", str(tmp_path)]
-        settings = plan(capsys, *flags, "--loss", "dcl", "--set", "dcl.mu=0.07")["settings"]
-        assert settings["loss"]["value"] == "dcl" and settings["set"] == {"value": ["dcl.mu=0.07"], "from": "flag"}
-        settings = plan(capsys, *flags, "--loss", "clip")["settings"]
-        assert "set" not in settings
-    assert resolve_config({"lr": 1e-3}, file=saved).loss.set == saved["loss"]["set"] != []
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

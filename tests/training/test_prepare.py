@@ -9,7 +9,6 @@ import torch
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.config import TrainConfig
-from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
@@ -84,13 +83,6 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     assert not local_loss(made)  # a loss object is computed as it was made
     one, two = Objective.parse("dcl"), replace(Objective.parse("dcl"), local_loss=True)
     assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes
-
-
-def test_a_step_of_one_pair_without_negatives_is_refused(tiny_model):
-    criterion = create_loss("clip + dcl", model=create_model(tiny_model, loss="clip + dcl"))
-    with pytest.raises(CoderError, match=r'--batch-size 1: a step has one pair .* --loss "clip \+ dcl" learns: use'):
-        prepare.check_pairs(TrainConfig().with_options(batch_size=1), criterion)
-    prepare.check_pairs(TrainConfig().with_options(batch_size=1, accum_freq=2), criterion)
 
 
 @pytest.mark.parametrize("loss, batch_size, named", [("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)])

@@ -17,9 +17,8 @@ from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
 from coder_plugin.functional import triplet
-from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.optim import create_schedule, parameter_groups
+from coder_plugin.training.optim import parameter_groups
 from tests import saved
 from tests.backbones import tiny_bert
 from tests.data.regions import layouts
@@ -400,18 +399,6 @@ def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3 / 2, 1e-2 / 2}  # warm-up's first step of two
     bigru = Trainer.from_config(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
     assert {group["lr_scale"] for group in parameter_groups(bigru.model, lr=1, weight_decay=0, text_lr_scale=0.1)} == {1.0}
-
-
-def test_warmup_epochs_and_drops(made, tmp_path):
-    given = {"warmup": None, "warmup_epochs": 0.5, "lr_scheduler": "step", "lr_step_epochs": 1, "lr_step_gamma": 0.1}
-    options = resolve_config(config(made, tmp_path, **given))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = create_schedule(optimizer, options, steps_per_epoch=6)
-    rates = []
-    for _ in range(12):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step(), schedule.step()
-    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, *[0.1] * 6])
 
 
 # what a person may get wrong

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import default_collate
 
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.base import Regions
@@ -61,18 +60,6 @@ def test_an_image_without_boxes_is_unusable_only_where_they_are_read():
     assert transform_of(boxes=False)(regions(2, boxes=False)).keys() == {"features", "mask"}
     with pytest.raises(BadSample, match="no boxes"):
         transform_of()(regions(2, boxes=False))
-
-
-def test_images_of_any_number_of_regions_make_a_batch():
-    transform = transform_of(max_regions=4, dropout=0.5)
-    batch = default_collate([transform(regions(count)) for count in (1, 4, 9, 2)])
-    assert {key: tuple(value.shape) for key, value in batch.items()} == {
-        "features": (4, 4, CHANNELS),
-        "mask": (4, 4),
-        "boxes": (4, 4, 4),
-        "aspect": (4,),
-    }
-    assert batch["mask"].any(1).all()
 
 
 # dropout

@@ -33,11 +33,35 @@ def test_the_graph_by_hand() -> None:
     close(concept_graph(together, counts, threshold=0.68)[1, 0], 1.0)
 
 
+def test_a_share_that_equals_the_threshold_is_an_edge() -> None:
+    """P_ab = P_ba = 1/2 exactly; above it there is none."""
+    together, counts = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
+    close(concept_graph(together, counts, threshold=0.5, rescale=False), torch.ones(2, 2))
+    close(concept_graph(together, counts, threshold=0.5 + 1e-6, rescale=False), torch.eye(2))
+
+
+def test_types_of_counts() -> None:
+    together, counts = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 3])
+    assert concept_graph(together, counts).dtype == torch.float32
+    assert concept_graph(together.double(), counts).dtype == concept_graph(together, counts.double()).dtype == torch.float64
+
+
+def test_a_word_that_was_never_counted_has_the_identity_alone() -> None:
+    graph = concept_graph(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0, 5]), threshold=0.0)
+    assert torch.isfinite(graph).all() and graph[0].tolist() == [1, 0]
+
+
 def test_expected_values_of_the_embedding() -> None:
     z = vectors("concepts")
     embedding, attention = concept_embedding(z["query"], z["weight"], z["concepts"], scale=z["scale"])
     close(embedding, z["embedding"])
     close(attention, z["attention"])
+
+
+def test_a_sharp_query_is_its_concept_at_any_length() -> None:
+    embedding, attention = concept_embedding(EYE[[2]] * 3, EYE, EYE * 7, scale=100)
+    close(embedding, EYE[[2]])
+    close(attention, EYE[[2]])
 
 
 def test_derivatives_of_the_embedding() -> None:

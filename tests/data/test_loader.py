@@ -280,6 +280,24 @@ def test_too_many_bad_images_end_the_run(tmp_path, kind, workers):
     assert "1 of" in message and "the last one: " in message and "(picture)" in message
 
 
+def test_bad_images_before_an_interruption_still_count(tmp_path):
+    source = make("table", tmp_path, bad=tuple(range(10)))
+    made = loader(source)
+    batches = made.epoch(0)
+    for _ in range(3):
+        next(batches)
+    position, before = made.position(), len(made.bad)
+    assert before > 1
+    list(batches)
+    assert "10 of 43" in fault(lambda: list(loader(source, max_bad_samples=0.009).epoch(0)))
+    resumed = loader(source, max_bad_samples=0.01)
+    list(resumed.epoch(0, position))
+    assert resumed.bad.state() == made.bad.state() == {"read": 43, "kinds": {"picture": 10}}
+    assert "10 of 43" in fault(lambda: list(loader(source, max_bad_samples=0.009).epoch(0, position)))
+    list(resumed.epoch(1))  # another pass
+    assert resumed.bad.state() == {"read": 43, "kinds": {"picture": 10}}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_problem_in_a_worker_is_one_line_and_no_traceback(tmp_path, workers):
     make("shards", tmp_path)
@@ -298,6 +316,19 @@ def test_a_bug_in_a_transform_is_not_taken_for_a_bad_image(tmp_path):
     with pytest.raises(ValueError, match="a bug") as caught:
         next(made.epoch(0))
     assert not isinstance(caught.value, CoderError)
+
+
+def test_steps_per_epoch_and_data_that_is_too_small(tmp_path):
+    source = make("table", tmp_path)
+    assert loader(source, batch_size=43).steps_per_epoch == 1
+    assert loader(source, batch_size=43, captions="all").steps_per_epoch == 3
+    assert loader(source, batch_size=7, world_size=3).steps_per_epoch == 2
+    assert loader(source, num_samples=20).steps_per_epoch == len(list(loader(source, num_samples=20).epoch(0))) == 4
+    message = fault(loader, source, batch_size=44)
+    assert "--batch-size 44 is larger than the data (43 samples)" in message
+    assert "2 ranks" in fault(loader, source, batch_size=22, world_size=2)
+    for name, number in (("batch_size", 0), ("workers", -1), ("max_bad_samples", -1), ("max_bad_samples", 100)):
+        assert str(number) in fault(loader, source, **{name: number})
 
 
 def piped(folder: Path):

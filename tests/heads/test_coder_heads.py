@@ -51,6 +51,12 @@ def test_concepts_are_the_papers_equations(vocabulary):
     assert set(head.state_names()) == {"vectors", "graph", "steps"}
 
 
+def test_two_layers_and_no_graph_without_a_vocabulary(caplog):
+    head = Concepts(WIDTHS, layers=2)
+    assert "concepts: no vocabulary:" in caplog.text
+    assert head.concepts().shape == (400, 6) and torch.equal(head.graph, torch.eye(400))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

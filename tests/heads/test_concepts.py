@@ -70,6 +70,23 @@ def test_embeddings_by_hand(norm):
         torch.testing.assert_close(out[f"coder_{side}_concepts"].double(), want, rtol=1e-4, atol=1e-5)
 
 
+def test_both_weights_start_as_the_identity_and_lambda_is_10():
+    module = head()
+    assert module.scale == 10.0
+    for weight in (module.image_weight, module.text_weight):
+        assert torch.equal(weight, torch.eye(8))
+
+
+def test_the_second_layer_has_no_activation():
+    one, two, three = head(), head(layers=2), head(layers=3)
+    def convolve(module, hidden, number):
+        return module.graph @ hidden @ module.convolutions[number].weight.T
+    torch.testing.assert_close(one.concepts(), leaky_relu(convolve(one, one.vectors, 0), 0.2))
+    torch.testing.assert_close(two.concepts(), convolve(two, leaky_relu(convolve(two, two.vectors, 0), 0.2), 1))
+    hidden = leaky_relu(convolve(three, leaky_relu(convolve(three, three.vectors, 0), 0.2), 1), 0.2)
+    torch.testing.assert_close(three.concepts(), convolve(three, hidden, 2))
+
+
 @pytest.mark.parametrize(("tower_gradient", "warmup", "steps", "factor"), [
     (1.0, 0, 0, 1.0), (0.25, 0, 0, 0.25), (0.0, 0, 5, 0.0), (0.5, 10, 4, 0.2), (1.0, 10, 20, 1.0), (1.0, 10, 0, 0.0),
 ])  # fmt: skip

@@ -47,6 +47,14 @@ def test_the_pairs_are_clustered_after_every_so_many_and_the_state_goes_on_bit_f
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in head.state_dict().items())
 
 
+def test_a_batch_larger_than_what_is_kept_keeps_its_last_pairs():
+    head = Prototypes(SIZES, clusters=2, recluster=4)
+    samples = normalize(torch.randn(7, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    head.write(samples, head.centres.assign(samples))
+    kept = head.recent.float()
+    torch.testing.assert_close(kept[[3, 0, 1, 2]], samples[3:], rtol=1e-3, atol=1e-3)
+
+
 def test_pairs_that_are_not_finite_are_left_out_of_what_is_kept_and_clustered():
     """open_clip's trainer and other loops write what no one has checked."""
     head = Prototypes(BackboneInfo(embed_dim=3), clusters=2, recluster=6)
@@ -93,6 +101,18 @@ def test_labels_are_the_nearest_centres_of_the_pairs(dtype):
     sums, centres = images.detach().double() + texts.double(), head.centres.centres.double()
     want = [max(range(3), key=lambda k: float(each @ centres[k])) for each in sums]  # noqa: B023
     assert labels.tolist() == want and labels.dtype == torch.int64 and len(set(want)) > 1
+
+
+def test_the_scale_multiplies_the_logits():
+    one, other = Prototypes(SIZES, clusters=3), Prototypes(SIZES, clusters=3, scale=10.0)
+    other.load_state_dict(one.state_dict())
+    images, texts, *features = torch.randn(4, 2, 6)
+    got, want = other(images, texts, *features), one(images, texts, *features)
+    for key in ("coder_image_logits", "coder_text_logits"):
+        torch.testing.assert_close(got[key], 10 * want[key])
+    torch.testing.assert_close(want["coder_text_logits"], texts @ one.classifier.weight.T)
+    with pytest.raises(ValueError, match="scale must be > 0"):
+        Prototypes(SIZES, clusters=3, scale=0.0)
 
 
 @pytest.mark.parametrize(

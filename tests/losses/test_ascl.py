@@ -88,6 +88,14 @@ def test_by_hand() -> None:
     assert ascl(torch.tensor([[0.5]]), temperature=0.1).item() == 0.0
 
 
+def test_noise_is_in_the_images_ratio_alone() -> None:
+    similarity, noise = scores(4, 4, 1)
+    similarity, noise = similarity.abs(), noise - 1  # all below the positives' lowest possible
+    more = ascl(similarity, noise, temperature=0.5) - ascl(similarity, temperature=0.5)
+    logits = torch.cat([similarity, noise], 1) / 0.5
+    close(more, (logits.logsumexp(1) - (similarity / 0.5).logsumexp(1)).mean())
+
+
 def test_noised_texts_that_do_not_count_are_as_if_they_were_not_there() -> None:
     similarity, noise = scores(4, 5, 6)
     valid = torch.tensor([True, False, True, False, True])

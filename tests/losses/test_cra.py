@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, triplet
@@ -18,8 +19,8 @@ from coder_plugin.losses.cra import CRA
 from tests import gloo
 from tests.losses import selfalign
 from tests.losses.checks import compiles
-from tests.losses.drawn import close, same_options, second_order, transforms, value_and_gradient, vectors
-from tests.losses.selfalign import D, Model, contexts_and_locals, joint, numbers, sets, valid
+from tests.losses.drawn import close, drawing, same_options, second_order, transforms, value_and_gradient, vectors
+from tests.losses.selfalign import PAIRS, D, Model, contexts_and_locals, joint, numbers, sets, valid
 from tests.references import selfalign as reference
 from tests.references.triplet import triplet as reference_triplet
 
@@ -270,6 +271,16 @@ def test_the_term_equals_its_functions(name: str, local_loss: bool) -> None:
     for key, value in wanted.items():
         close(got[key], value)
         assert value > 0.01
+
+
+def test_the_combined_hinge_takes_the_best_view() -> None:
+    model, batch = Model(LOSSES["combined"]), joint(2)
+    out = model(batch)
+    views = torch.randn(2 * PAIRS, 3, D, generator=drawing(1), dtype=torch.float64)
+    out["image_features"] = views = normalize(views, dim=-1)
+    base = torch.einsum("ivd,td->itv", views, out["text_features"]).amax(2)
+    score = base + out["coder_image_contexts"] @ out["coder_text_contexts"].T
+    close(model.loss()(**out)["cra_triplet_loss"], triplet(score, margin=0.5, image_ids=batch["image_id"]))
 
 
 @pytest.mark.parametrize("weight", [0.3, 2.5])

@@ -228,6 +228,26 @@ def test_masked_hard_negatives_have_no_effect(form: str, small_tiles: None) -> N
         assert abs(loss(moved) - value) > 1e-6
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"diversity": "none"}, {"effective_negatives": 9}], ids=str)
+def test_without_any_text_it_is_the_loss_without_them(options: dict[str, Any], form: str) -> None:
+    v, w = pair(4, 4)
+    for m in (0, 3):
+        hard = {"negatives": rows(drawing(), m, 4), "negative_ids": torch.full((m,), -2)}
+        hard["negative_valid"] = hard["negative_ids"] != -2
+        close(dcl(v, w, image_ids=IDS[1:], implementation=form, **hard, **options), dcl(v, w, image_ids=IDS[1:], **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_diversity_counts_hard_negatives_too(form: str) -> None:
+    """Negatives of equal similarity have no diversity; a hard negative that differs from them gives some."""
+    v = torch.eye(3, dtype=torch.float64)
+    further = normalize(torch.tensor([[3.0, 1, 0]], dtype=torch.float64), dim=1)
+    weighed, plain = (dcl(v, v, diversity=kind, negatives=further, implementation=form) for kind in ("std", "none"))
+    assert abs(weighed - plain) > 1e-3
+    assert dcl(v, v, implementation=form) == dcl(v, v, diversity="none", implementation=form)
+
+
 def test_of_several_features_of_an_image_the_best_counts() -> None:
     v, w = pair(4, 4)
     other, passed = rows(drawing(8), 4, 4), {"image_ids": IDS[1:], **hard_negatives(drawing(5), 5, 4, 4)}

@@ -124,6 +124,21 @@ def test_sinkhorns_marginals(extreme: bool) -> None:
     assert (few.sum(0) - 14 / K).abs().max() < (none.sum(0) - 14 / K).abs().max()
 
 
+def test_balance_is_of_the_whole_batch_however_it_is_parted() -> None:
+    scores, mask = numbers(4, 6, K).tanh(), torch.rand(4, 6, generator=drawing()) < 0.7
+    wanted = sinkhorn_bias(scores, mask, iterations=3)
+    sums: list[Tensor] = []
+
+    def total(part: Tensor) -> Tensor:  # as another rank with the same features would add
+        sums.append(part)
+        return 2 * part
+
+    got = sinkhorn_bias(scores, mask, iterations=3, total=total)
+    assert len(sums) == 3 and all(part.shape == (K,) for part in sums)
+    close(got.softmax(0), wanted.softmax(0))  # a constant for all prototypes is no difference
+    close(sinkhorn_bias(scores.flatten(0, 1), mask.flatten(), iterations=3), wanted)
+
+
 # -- derivatives -----------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +421,17 @@ def test_regions_of_all_ranks_become_prototypes(results: list[dict[str, Any]]) -
         wanted = lca_from_scores(scores[0], word_mask, scores[1], region_mask, matched, **options)
         got = health["divergence"] + health["entropy"], health["entropy"]
         assert got == pytest.approx([value.item() for value in wanted], rel=1e-6)
+
+
+def test_sum_over_ranks(results: list[dict[str, Any]]) -> None:
+    ranks = len(results)
+    for rank, result in enumerate(results):
+        total, untouched = result["sums"]
+        wanted = ranks * torch.arange(3.0, dtype=torch.float64) + sum(range(ranks))
+        assert torch.equal(total, wanted) and not total.requires_grad
+        assert torch.equal(untouched, torch.arange(3.0, dtype=torch.float64) + rank)
+    part = torch.ones(2, requires_grad=True)  # on one process
+    assert torch.equal(distributed.all_sum(part), part) and not distributed.all_sum(part).requires_grad
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------

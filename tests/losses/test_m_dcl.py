@@ -145,6 +145,20 @@ def test_what_is_not_valid_or_of_an_anchors_own_image_has_no_effect(form: str) -
         close(m_dcl(*features, **BANKS, **none, implementation=form), m_dcl(*features, **BANKS))
 
 
+def test_effective_negatives_keep_the_scale() -> None:
+    """Every entry twice: the loss of the plain sum grows, that of a stated number does not."""
+    features, ids = parts(6, 12), torch.zeros(6)
+
+    def loss(number: int | None, doubled: bool) -> float:
+        banks = [torch.cat([each, each]) if doubled else each for each in features[4:]]
+        options = {"effective_negatives": number, "diversity": "none", "reverse": "none"}
+        return m_dcl(*features[:4], *banks, image_ids=ids, bank_ids=torch.ones(len(banks[0])), **options).item()
+
+    assert loss(None, True) > loss(None, False) + 0.01
+    close(loss(5, True), loss(5, False))
+    assert loss(1, False) < loss(5, False)  # 1 is the smallest number
+
+
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,16 @@ def test_shares_of_the_anchors_add_up_to_the_whole_batch() -> None:
         triplet(similarity[:3], anchors=halves[0])
 
 
+def test_values_of_degenerate_batches() -> None:
+    """Nothing to win without a negative."""
+    for options in KINDS:
+        close(triplet(torch.tensor([[0.3]]), **options), 0.0)
+        for form in FORMS:
+            one, two = pair(3, 4)
+            same = {"image_ids": torch.zeros(3), "implementation": form}
+            close(triplet_of_features(one, two, **same, **options), 0.0)
+
+
 def test_several_features_of_an_image() -> None:
     """The best of an image's views counts, also among hard negatives."""
     v, w = pair(4, 4)
@@ -242,6 +252,20 @@ def test_tiles_equal_the_reference(shape, images, share, hard, margin, kind) -> 
         return triplet_of_features(v, w, **passed, **{**given_ids, "negatives": negatives}, **form)
 
     compare_forms(loss, v, w, given_ids["negatives"])
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+def test_of_equal_negatives_the_hinge_is_the_same(hardest: bool) -> None:
+    """Two captions of one image are two equal candidates of every text; the copies share the gradient somehow."""
+    generator = drawing(1)
+    v, w = rows(generator, 6, 5).repeat_interleave(2, 0), rows(generator, 12, 5)
+    ids, results = torch.arange(12) // 2, []
+    for form in FORMS:
+        with tile_shape(40, anchors=5):
+            passed = {"image_ids": ids, "hardest": hardest, "implementation": form}
+            value, of_images, of_texts = value_and_gradient(lambda *x, o=passed: triplet_of_features(*x, **o), v, w)
+        results.append((value, of_images.unflatten(0, (6, 2)).sum(1), of_texts))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("hardest", [True, False])

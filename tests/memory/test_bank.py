@@ -75,6 +75,12 @@ def test_narrow_storage_rounds_the_keys_and_keeps_its_moments_exact(dtype):
     torch.testing.assert_close(bank.image_moments.second, direct.T @ direct, rtol=0, atol=1e-12)
 
 
+def test_moments_stay_float64_where_a_model_becomes_half():
+    bank = CoupledBank(8, 3).to(torch.bfloat16)
+    assert bank.image.dtype == torch.bfloat16 and bank.ids.dtype == torch.int64
+    assert bank.image_moments.second.dtype == torch.float64
+
+
 def direct_variance(bank, anchors, current, negatives, ids):
     candidates = torch.cat([current, bank.text.to(current.dtype)]).double()
     allowed = bank.valid.expand(len(anchors), -1)
@@ -109,6 +115,35 @@ def test_the_spread_without_similarities_is_exact(scale, masked):
             seen.append(want.mean().item())
         bank.enqueue(image, text, ids)
     assert min(seen) < 5 * scale
+
+
+def test_a_bank_without_negatives_has_no_spread():
+    bank = CoupledBank(4, 3)
+    image, text, ids = keys(2)
+    ids[:] = 7
+    bank.enqueue(image, text, ids)
+    assert bank.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
+    empty = CoupledBank(4, 3)
+    assert empty.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_spread_by_ragged_chunks(masked, monkeypatch):
+    """More anchors, keys and entries of the anchors' images than are raised to float64 at once."""
+    monkeypatch.setattr(memory.bank, "CHUNK", 7)
+    monkeypatch.setattr(memory.moments, "CHUNK", 5)
+    bank = CoupledBank(50, 3)
+    for seed in range(4):
+        bank.enqueue(*keys(16, seed=seed))
+    bank.enqueue(*keys(11, seed=4))  # evicts earlier keys
+    anchors, text, _ = keys(23, seed=9)
+    anchors, ids = anchors[2:19], torch.randint(0, 30, (23,)) + 2**62
+    got = bank.variance("text", anchors, text, ids[2:19], ids, mask_entries=masked)
+    want = direct_variance(bank, anchors, text, ids[2:19, None] != ids, ids[2:19] if masked else None)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    for rows, moments in ((bank.image, bank.image_moments), (bank.text, bank.text_moments)):
+        variance = rows.double().var(0, unbiased=False).sum()
+        torch.testing.assert_close(moments.spread(bank.count), variance, rtol=1e-9, atol=0)
 
 
 @given(

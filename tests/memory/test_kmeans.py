@@ -78,6 +78,19 @@ def test_clustering_equals_lloyds_algorithm(clusters, more, iterations, seed) ->
     torch.testing.assert_close(means.centres.double(), want, rtol=0, atol=1e-6)
 
 
+def test_before_the_first_clustering_a_batch_changes_nothing() -> None:
+    means = OnlineKMeans(6, 4)
+    assert means.assign(noise(9, 4, 0)).tolist() == [0] * 9
+    means.update(noise(9, 4, 0))
+    assert equal(means, OnlineKMeans(6, 4)) and not means.ready
+
+
+def test_opposite_samples_leave_the_centre_where_it_was() -> None:
+    means = with_centres(torch.tensor([[1.0, 0.0]]))
+    means.update(torch.tensor([[-1.0, 0.0]]))
+    assert means.centres.tolist() == [[1, 0]] and means.counts.tolist() == [2]
+
+
 # Clusters and ids
 
 
@@ -133,6 +146,11 @@ def test_an_empty_cluster_starts_anew_at_a_sample_and_its_id_is_named() -> None:
     assert means.centres[2, :2].max() > 0.9, "it splits one of the blobs"
     assert (means.centres[:2] * torch.eye(5)[:2]).sum(1).min() > 0.99
     assert not means.recluster(samples).any()
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    means = with_centres(torch.eye(3)[[1, 0, 0, 1]])
+    assert means.assign(torch.eye(3)).tolist() == [1, 0, 0]
 
 
 def test_assignment_in_chunks_equals_all_at_once(monkeypatch) -> None:
@@ -274,3 +292,12 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="1 of 1 samples are not finite"):
         means.recluster(torch.tensor([[torch.nan, 0.0]]))
     assert all(torch.equal(value, before[name]) for name, value in means.state_dict().items())
+
+
+def test_empty_and_zero_batches_change_nothing() -> None:
+    means, other = with_centres(noise(4, 2, 0)), with_centres(noise(4, 2, 0))
+    means.update(torch.zeros(0, 2))
+    means.update(torch.zeros(3, 2))
+    means.update(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
+    assert equal(means, other)
+    assert means.assign(torch.zeros(0, 2)).shape == (0,)

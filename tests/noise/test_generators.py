@@ -206,6 +206,13 @@ def test_gaussian_statistics() -> None:
         assert torch.corrcoef(torch.stack([z.flatten(), text[own].flatten()]))[0, 1].abs() < 4 / n**0.5
 
 
+@given(batch=batches(), factor=st.sampled_from([0.25, 8.0]))
+def test_gaussian_scales_with_the_text(batch: tuple[Tensor, Tensor, int], factor: float) -> None:
+    embeddings, words, seed = batch
+    want = noised(Gaussian(), embeddings, words, seed) * factor
+    assert torch.equal(noised(Gaussian(), embeddings * factor, words, seed)[words], want[words])
+
+
 def test_gaussian_precision() -> None:
     """Squares of float16 overflow from 256 on; float64 and autocast lose nothing."""
     words = torch.ones(1, 4, dtype=torch.bool)
@@ -239,6 +246,13 @@ def test_shuffle_is_another_order_of_the_same_words(batch: tuple[Tensor, Tensor,
     for before, shuffled, own in zip(embeddings, after, words, strict=True):
         assert _multiset(shuffled, own) == _multiset(before, own)
         assert same(shuffled[own], before[own]) == (len(_multiset(before, own)) < 2)
+
+
+def test_shuffle_moves_on_where_no_draw_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.zeros(*shape, **options))  # no draw moves a word
+    embeddings = torch.arange(5.0).reshape(1, 5, 1)
+    after = Shuffle()(embeddings, torch.tensor([[False, True, True, False, True]]))
+    assert after.flatten().tolist() == [0, 2, 4, 3, 1]
 
 
 @pytest.mark.parametrize("ids", [(1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 1)])
@@ -295,3 +309,13 @@ def test_the_rate_is_the_rate(make: Callable[..., Noise], rate: float) -> None:
     assert abs(each.mean() - rate) < 4 * (size / each.numel()) ** 0.5 + (1 - rate) ** 40
     assert (each.mean(0) - rate).abs().max() < 5 * (size / len(each)) ** 0.5
     assert abs(each.mean(1).var() * each.shape[1] / size - 1) < 4 * (2 / len(each)) ** 0.5
+
+
+@every_cut
+def test_the_one_that_is_always_cut_is_any(make: Callable[..., Noise]) -> None:
+    n = 6000
+    words = torch.tensor([True, False, True, True]).expand(n, -1)
+    cut = noised(make(rate=0), torch.ones(n, 4, 3), words)[words].view(n, 3, 3) == 0
+    counts = torch.stack([units(make, gone) for gone in cut]).sum(0).double()
+    assert counts.sum() == n
+    assert (counts - n / len(counts)).abs().max() < 4 * (n / len(counts)) ** 0.5

@@ -137,6 +137,20 @@ def test_nan_and_infinity_are_refused(
         vector(bad)
 
 
+@pytest.mark.parametrize(
+    "name, message",
+    [("positional_embedding", "set the option force_context_length"), ("visual.positional_embedding", "cannot be created")],
+)
+def test_a_positional_embedding_one_row_short_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, name: str, message: str
+) -> None:
+    """open_clip would interpolate the text's; it fails for an image that is no longer a square."""
+    short = copied(pair[0], tmp_path)
+    change(short, WEIGHTS, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    with pytest.raises(CoderError, match=message):
+        vector(short)
+
+
 def test_a_region_models_export_is_checked_too(tmp_path: Path) -> None:
     options = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "a"], "embed_dim": 16, "region_dim": 8, "word_dim": 8}
     export_model(coder_plugin.create_model("region-bigru", loss=LOSS, **options), tmp_path / "export")

@@ -553,6 +553,17 @@ def test_the_process_itself_ends_with_the_status(tmp_path):
     assert checkpoint.newest(tmp_path / "run/checkpoints") is not None
 
 
+def test_hangup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
     """With the progress bar, which then has nothing to write to."""

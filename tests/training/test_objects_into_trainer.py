@@ -283,6 +283,15 @@ def test_a_loss_object_takes_no_options(tiny_model, options, items, changes, mes
         Trainer(model=model, loss=create_loss("dcl", model=model), train=items, config=options("run", **changes))
 
 
+def test_a_loss_object_belongs_to_its_model(tiny_model, options, items):
+    model, other = (create_model(tiny_model, loss="clip") for _ in range(2))
+    loss = create_loss("clip", model=model)
+    for wrong in (other, tiny_model):
+        with pytest.raises(CoderError, match="the loss reads the heads of another model"):
+            Trainer(model=wrong, loss=loss, train=items, config=options("run"))
+    assert Trainer(model=model, loss=loss, train=items, config=options("run")).loss is loss
+
+
 class Negated(Head):
     requires, provides = ("image_features", "text_features"), ("coder_image_negated", "coder_text_negated")
     feature_keys = ("coder_image_negated", "coder_text_negated")

@@ -281,6 +281,20 @@ def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, caps
     assert "--beta is for one model" in error and "no testall_ims.npy; splits present: dev, test, train" in error
 
 
+def test_each_model_of_an_ensemble_reads_its_own_features(tmp_path, made):
+    noisy = tmp_path / "noisy"
+    shutil.copytree(made["precomp"], noisy)
+    features = np.load(noisy / "dev_ims.npy")
+    np.save(noisy / "dev_ims.npy", features + np.random.default_rng(0).standard_normal(features.shape).astype(np.float32))
+    for name, data in {"a": made["precomp"], "b": str(noisy)}.items():
+        Trainer.from_config(config(made, tmp_path, name, epochs=1, val_data=data)).run()
+    runs = [str(tmp_path / name) for name in "ab"]
+    alone = [result(tmp_path, run, "--export", "last") for run in runs]
+    assert alone[0]["i2t_meanr"] != alone[1]["i2t_meanr"]
+    rows = result(tmp_path, *runs, "--export", "last")
+    assert [row["i2t_meanr"] for row in rows[:2]] == [each["i2t_meanr"] for each in alone]
+
+
 def averaged(runs: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the runs' similarities on the validation images, by their embeddings one image at a time."""
     from coder_plugin import create_model

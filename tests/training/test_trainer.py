@@ -402,6 +402,25 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
     assert error.startswith("coder-plugin: error: ") and message in error
 
 
+def test_resume_with_another_optimizer_is_refused(tmp_path):
+    Trainer.from_config(config(tmp_path, epochs=1)).run()
+    with pytest.raises(CoderError, match="--opt was adamw, is sgd; --accum-freq was 1, is 2"):
+        Trainer.from_config(config(tmp_path, epochs=2, opt="sgd", accum_freq=2, resume="latest")).run()
+
+
+def test_lora_leaves_a_locked_tower_alone(tmp_path):
+    pytest.importorskip("peft")
+    trainer = Trainer.from_config(config(tmp_path, lora_rank=2, lock_image=True))
+    adapters = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora_" in name]
+    assert adapters and not any(name.startswith("visual.") for name in adapters)
+    assert not trainer.model.token_embedding.weight.requires_grad and trainer.model.text_projection.requires_grad
+
+
+def test_accelerates_own_accumulation_does_not_divide_gradients(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert Trainer.from_config(config(tmp_path)).accelerator.gradient_accumulation_steps == 1
+
+
 def test_an_exports_preprocessing_goes_with_it(tmp_path):
     first = Trainer.from_config(config(tmp_path, "first", epochs=1, image_mean=[0.5, 0.5, 0.5], image_resize_mode="squash"))
     first.run()

@@ -91,6 +91,13 @@ def test_ids_that_only_count_do_not_join_images_of_different_splits(tmp_path, st
     assert [item.names for item in train] == [(str(start + k),) for k in range(3)]
 
 
+def test_val_is_dev_where_there_is_no_val(tmp_path):
+    spec = folder(tmp_path, split="dev", ids=None)
+    assert items(spec, "val")[0].key == "dev_0"
+    folder(tmp_path, features(1), split="val", captions=2, ids=None)
+    assert items(spec, "val")[0].key == "val_0"
+
+
 def test_the_layout_of_vse_infinity(tmp_path):
     folder(tmp_path / "precomp")
     names = {name: f"val2014/COCO_val2014_{int(name):012d}.jpg" for name in NAMES}
@@ -280,6 +287,13 @@ def test_records_that_do_not_fit_leave_nothing(tmp_path, second, words):
     message = fault(PRECOMP.write, str(tmp_path), [record("first"), second], split="train")
     assert all(word in message for word in words), message
     assert not os.listdir(tmp_path)
+
+
+def test_a_split_is_not_written_over(tmp_path):
+    PRECOMP.write(str(tmp_path), [record("a")], split="train")
+    assert "train_ims.npy" in fault(PRECOMP.write, str(tmp_path), [record("b")], split="train")
+    PRECOMP.write(str(tmp_path), [record("b")], split="dev")
+    assert list(PRECOMP.open(str(tmp_path), split="train")) == ["a"]
 
 
 # how files are held

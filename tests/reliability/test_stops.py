@@ -28,7 +28,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.disk import run_lock
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
-from coder_plugin.training.signals import EXIT_STATUS
+from coder_plugin.training.signals import EXIT_STATUS, StopSignals
 from coder_plugin.training.step import NonFiniteError
 from tests.reliability import ranks as forked
 

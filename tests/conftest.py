@@ -3,7 +3,9 @@
 import gc
 import json
 import os
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +77,8 @@ def backward_before_compile() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cheap_repetitions() -> Iterator[None]:
-    """What many tests repeat: CLIP's merges are parsed once (0.1 s), and files are not forced to disk, since no test cuts the
-    power."""
+    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check`` is run once (10 s), and files are not forced to
+    disk, since no test cuts the power."""
     from open_clip.tokenizer import SimpleTokenizer
 
     parse, parsed = SimpleTokenizer.__init__, {}
@@ -88,7 +90,15 @@ def cheap_repetitions() -> Iterator[None]:
             parsed[key] = vars(self).copy()
         vars(self).update(parsed[key])
 
+    answers: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if (key := repr(command)) not in answers:
+            answers[key] = subprocess.run(command, **options)
+        return answers[key]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coder_plugin.doctor.installation.subprocess", SimpleNamespace(run=run))
         patch.setattr(SimpleTokenizer, "__init__", shared)
         patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
         yield

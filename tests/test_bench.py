@@ -34,6 +34,7 @@ def test_steps_take_turns_in_rotating_order_after_the_warm_up(common) -> None:
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
+@pytest.mark.slow
 def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
     """In its smallest form: the figures mean nothing."""
     options = "--samples 9 --batch-size 4 --size 32 --repeats 2 --picture 40 30 --clock cpu".split()

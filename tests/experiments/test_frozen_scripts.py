@@ -20,6 +20,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_ascl_on_cached_words(tmp_path: Path) -> None:
     import frozen_ascl
 
@@ -165,6 +166,7 @@ def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.Ca
         assert float(line.split("smallest cosine ")[1].split(",")[0]) > 0.99
 
 
+@pytest.mark.slow
 def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
     import frozen_selfalign
 

@@ -264,6 +264,7 @@ def plain(head: Fusion, images: dict[str, Tensor], texts: dict[str, Tensor]) -> 
     return torch.stack(rows).view(len(images["mask"]), -1).detach()
 
 
+@pytest.mark.slow
 def test_the_bench_runs_and_re_ranking_everything_keeps_everything():
     script = Path(__file__).parents[2] / "scripts" / "bench" / "fusion.py"
     sizes = "--images 6 --texts 12 --regions 5 --words 4 --shortest 1 --dim 16 --top 12 --threads 1".split()

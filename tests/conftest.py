@@ -77,8 +77,8 @@ def backward_before_compile() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cheap_repetitions() -> Iterator[None]:
-    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check`` runs once (10 s), and no file is forced to disk,
-    since no test cuts the power."""
+    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check`` runs once (10 s), and nothing is forced to
+    disk, since no test cuts the power."""
     from open_clip.tokenizer import SimpleTokenizer
 
     parse, parsed = SimpleTokenizer.__init__, {}

@@ -44,7 +44,11 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("loss", "accum_freq"), [(loss, 1) for loss in SETTINGS] + [("coder", 2), ("clip", 2)])
+QUICK = [("coder", 1), ("coder", 2), ("clip", 1)]
+SLOW = [(loss, 1) for loss in SETTINGS if (loss, 1) not in QUICK] + [("clip", 2)]
+
+
+@pytest.mark.parametrize(("loss", "accum_freq"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_a_step_reads_the_device_once(tmp_path, tiny_model, loss, accum_freq) -> None:
     """Not in the first step, which logs, nor where the prototypes are clustered anew: after 24, 48 and 72 pairs."""
     trainer = make(tmp_path, tiny_model, loss, accum_freq=accum_freq, grad_clip_norm=1.0)
@@ -59,7 +63,7 @@ def check_reads(found: list[list[str]], *, pairs: int, clusters: bool) -> None:
             assert len(reads) == 1 and reads[0].startswith("tolist at step.py"), (step, reads)
 
 
-@pytest.mark.parametrize("loss", ["coder", "clip"])
+@pytest.mark.parametrize("loss", ["coder", pytest.param("clip", marks=pytest.mark.slow)])
 def test_a_step_of_two_ranks_reads_the_device_once(tmp_path, tiny_model, loss) -> None:
     """As in one process. The ranks agree to go on without a further read."""
 

@@ -315,6 +315,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, tiny_model, kind):
     assert interrupted(kind, str(tmp_path), tiny_model)
 
 
+@pytest.mark.slow
 @streams
 def test_a_run_of_two_ranks_resumes_bit_for_bit(tmp_path, tiny_model):
     assert gloo.run(interrupted, "stream", str(tmp_path), tiny_model) == [True, True]

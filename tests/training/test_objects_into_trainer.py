@@ -236,6 +236,7 @@ def test_callbacks_are_called_in_order(tiny_model, options, items):
     assert second.calls == first.calls
 
 
+@pytest.mark.slow
 def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path, tiny_model, options, items):
     recorder = Recorder(stop_at=2)
     config = options("run", val_frequency=1, epochs=5)
@@ -313,6 +314,7 @@ def test_a_loss_may_name_the_models_custom_heads(tiny_model, options, items):
 # Resuming
 
 
+@pytest.mark.slow
 def test_a_run_with_a_term_object_resumes_when_the_object_is_passed_again(tmp_path, tiny_model, options, items):
     """Also where two terms are of one class, and the weights are not those of the first."""
 

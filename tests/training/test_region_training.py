@@ -113,6 +113,7 @@ def test_a_run_learns_and_its_evaluation_repeats(tmp_path, made, model, loss, op
     assert again["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.01) and again["images"] == 24
 
 
+@pytest.mark.slow
 def test_coder_learns_with_its_banks_concepts_and_prototypes(tmp_path, made):
     options = {**coder(made), "epochs": 5, "val_frequency": 5, "captions": "all", "log_every_n_steps": 5}
     trainer = Trainer.from_config(config(made, tmp_path, **options, wd=0.0))
@@ -193,6 +194,7 @@ def test_vse_infinity_takes_all_negatives_in_the_first_epoch(tmp_path, made):
     assert sum(abs(forms[True] - forms[False]) > 0.01 for _, forms, _ in losses) > 9
 
 
+@pytest.mark.slow
 def test_micro_batches_are_one_batch(tmp_path, made):
     """Without BatchNorm and dropout; the features of micro-batches are cached as dicts of regions go by."""
     plain = {"region_dropout": 0.0, "word_dropout": 0.0, "epochs": 1, "opt": "sgd", "lr": 0.05}
@@ -335,7 +337,7 @@ def test_an_export_starts_another_run_and_needs_no_bert(tmp_path, made):
 # captions from one file, regions from another
 
 
-@pytest.mark.parametrize("layout", ["shards", "precomp"])
+@pytest.mark.parametrize("layout", [pytest.param("shards", marks=pytest.mark.slow), "precomp"])
 def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
     """The regions of all splits in one, as ``regions extract`` and ``regions convert`` write them."""
     everything = [record for split in region_data.SPLITS for record in region_data.records(split)]

@@ -165,6 +165,7 @@ def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
     assert "--beta must be in [0, 1], got 1.5" in error and "this model scores with: no head" in error
 
 
+@pytest.mark.slow
 def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
     pytest.importorskip("peft")
     bank = ["momentum.bank_size=16"]

@@ -194,6 +194,18 @@ def test_vse_infinity_takes_all_negatives_in_the_first_epoch(tmp_path, made):
     assert sum(abs(forms[True] - forms[False]) > 0.01 for _, forms, _ in losses) > 9
 
 
+def test_dropouts_change_what_is_trained_on(tmp_path, made):
+    found = {}
+    for name, dropped in {"none": (0.0, 0.0), "regions": (0.4, 0.0), "words": (0.0, 0.4)}.items():
+        region, word = dropped
+        trainer = Trainer.from_config(config(made, tmp_path, name, region_dropout=region, word_dropout=word))
+        batch = next(iter(trainer.loader.epoch(0)))
+        found[name] = batch["image"]["mask"].sum(), batch["text"]
+        assert trainer.encoder.transform.dropout == 0 and trainer.encoder.tokenizer.word_dropout == 0
+    assert found["none"][0] == 8 * 6 == found["words"][0] and found["regions"][0] < 45
+    assert torch.equal(found["none"][1], found["regions"][1]) and not torch.equal(found["none"][1], found["words"][1])
+
+
 @pytest.mark.slow
 def test_micro_batches_are_one_batch(tmp_path, made):
     """Without BatchNorm and dropout; the features of micro-batches are cached as dicts of regions go by."""

@@ -3,19 +3,23 @@
 import gc
 import json
 import os
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import huge_pages
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: threads that wait for each other cost more
 
-# The same examples in every worker and run. `--hypothesis-profile=default` draws others.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The same few examples in every worker and run. `--hypothesis-profile=thorough` draws more, and others each time.
+calm: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, max_examples=30, **calm)
+settings.register_profile("thorough", max_examples=300, **calm)
 settings.load_profile("repeatable")
 
 TINY = {  # no BatchNorm, no dropout: a row's features do not depend on the other rows
@@ -73,8 +77,8 @@ def backward_before_compile() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cheap_repetitions() -> Iterator[None]:
-    """What many tests repeat: CLIP's merges are parsed once (0.1 s), and files are not forced to disk, since no test cuts the
-    power."""
+    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check`` runs once (10 s), and nothing is forced to
+    disk, since no test cuts the power."""
     from open_clip.tokenizer import SimpleTokenizer
 
     parse, parsed = SimpleTokenizer.__init__, {}
@@ -86,7 +90,15 @@ def cheap_repetitions() -> Iterator[None]:
             parsed[key] = vars(self).copy()
         vars(self).update(parsed[key])
 
+    answers: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if (key := repr(command)) not in answers:
+            answers[key] = subprocess.run(command, **options)
+        return answers[key]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coder_plugin.doctor.installation.subprocess", SimpleNamespace(run=run))
         patch.setattr(SimpleTokenizer, "__init__", shared)
         patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
         yield

@@ -2,8 +2,11 @@
 
 import gc
 
+from coder_plugin.concepts import scenes_vocabulary
+from coder_plugin.data.scenes import open_scenes
 from tests import huge_pages
 
+open_scenes("train"), open_scenes("val"), scenes_vocabulary()  # which keep their results
 gc.collect()
 gc.freeze()
 huge_pages.use()

@@ -27,6 +27,7 @@ import coder_plugin.training.loop  # noqa: F401  (all that pages need: forked pr
 from coder_plugin.cli import main as command
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl  # noqa: F401
+from coder_plugin.report.callback import WriteReport
 from tests import huge_pages
 from tests.documentation import ROOT, blocks
 
@@ -101,6 +102,7 @@ def main(folder: Path, pages: list[Path]) -> int:
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(name)
+    WriteReport.on_train_end = lambda *_: None  # type: ignore[method-assign]  # takes longer than a run; tests/report/ has it
     gc.freeze()
     huge_pages.use()
     made, failures = folder / "made", {}

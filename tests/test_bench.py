@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -37,28 +34,7 @@ def test_steps_take_turns_in_rotating_order_after_the_warm_up(common) -> None:
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_a_limit_ends_the_repetitions_but_not_the_first(common) -> None:
-    times = common.measure({"slow": lambda: time.sleep(0.05), "other": lambda: None}, repeats=50, warm_up=9, limit=0.08)
-    assert 1 <= len(times["slow"]) <= 2 and len(times["other"]) == len(times["slow"])
-
-
-def test_a_short_step_is_called_in_blocks_and_its_mean_counts(common) -> None:
-    calls = []
-    times = common.measure({"a": lambda: (calls.append(0), time.sleep(0.001))}, repeats=2, warm_up=1, block=0.02)
-    assert len(calls) >= 2 + 2 * 5 and all(0.001 <= each < 0.02 for each in times["a"])
-
-
-def test_cpu_time_does_not_count_waiting(common) -> None:
-    assert common.seconds(lambda: time.sleep(0.1), clock="cpu") < 0.05 <= common.seconds(lambda: time.sleep(0.1))
-
-
-def test_cpu_time_counts_children_that_have_ended(common) -> None:
-    def child() -> None:
-        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
-
-    assert common.seconds(child, clock="cpu") >= 0.28
-
-
+@pytest.mark.slow
 def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
     """In its smallest form: the figures mean nothing."""
     options = "--samples 9 --batch-size 4 --size 32 --repeats 2 --picture 40 30 --clock cpu".split()
@@ -95,16 +71,6 @@ def test_losses_and_steps_are_compared_with_their_peers(script, options, peers, 
     for peer in peers:
         assert f" x {peer}" in done.stdout
     assert "(2 repetitions)" in done.stdout and "processor" in lines[0]["machine"] and "processor" in done.stdout
-
-
-def test_decoders_are_compared_with_the_readers_own(tmp_path) -> None:
-    options = "--samples 2 --size 12 --repeats 1 --picture 40 30".split()
-    done = fresh.run([str(SCRIPTS / "decoders.py"), *options, "--json", str(tmp_path / "decoders")], timeout=300)
-    assert done.returncode == 0, done.stderr
-    _, decoding, feed = map(json.loads, (tmp_path / "decoders").read_text().splitlines())
-    assert decoding["peer"] == feed["peer"] == "pillow"
-    assert list(decoding["ratio"]) == ["torchvision", "tensor", "draft"] and list(feed["ratio"]) == ["torchvision", "draft"]
-    assert "draft: 20 x 15 pixels, not equal" in done.stdout and "torchvision: 40 x 30 pixels, equal" in done.stdout
 
 
 def test_the_papers_figures_of_speed_in_their_smallest_form(tmp_path) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from coder_plugin.heads.maxsim import maxsim
@@ -52,30 +50,6 @@ def test_is_the_equation_forward_and_backward(direction: Any, reduction: Any, ti
         torch.autograd.grad(got, tokens, upstream), torch.autograd.grad(want, tokens, upstream), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-
-
-sizes = st.integers(1, 4)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(sizes, sizes, st.integers(1, 7), st.integers(1, 7), sizes, st.sampled_from(DIRECTIONS), st.sampled_from(REDUCTIONS),
-       st.sampled_from([0.0, 0.3, 0.8, 1.0]), st.integers(1, 99), st.integers(0, 999))  # fmt: skip
-def test_lengths_masks_and_tiles(images, texts, tokens, words, dim, direction, reduction, valid, tile, seed) -> None:
-    sides = case(images, texts, tokens, words, dim, seed, valid=valid)
-    options = {"direction": direction, "reduction": reduction}
-    got = maxsim(*sides, **options, tile=tile)
-    assert got.shape == (images, texts)
-    torch.testing.assert_close(got, expected(*sides, **options), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_leading_dimensions_are_groups(direction: Any) -> None:
-    groups = [case(2, 5, 4, 3, 6, seed=seed) for seed in range(6)]
-    stacked = [torch.stack(field).unflatten(0, (2, 3)) for field in zip(*groups, strict=True)]
-    got = maxsim(*stacked, direction=direction, tile=99)
-    assert got.shape == (2, 3, 2, 5)
-    for group, one in zip(got.flatten(0, 1), groups, strict=True):
-        torch.testing.assert_close(group, maxsim(*one, direction=direction))
 
 
 def test_values_by_hand() -> None:

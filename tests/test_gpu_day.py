@@ -59,44 +59,6 @@ def test_stages_that_fail_or_take_too_long_keep_their_results_and_the_next_one_r
     assert "it waits" in log.getvalue() and "the last words" in log.getvalue()
 
 
-def test_goals_are_compared_with_the_worst_figure(gpu_day) -> None:
-    lines = [
-        {"case": "dcl 32768 x 1024", "form": "tiled bfloat16", "seconds": 0.012, "peak_bytes": 4e8},
-        {"case": "dcl 32768 x 1024", "form": "tiled TF32", "seconds": 0.002},  # no goal is set for it
-        {"case": "dcl 8192 x 1024", "form": "tiled bfloat16", "error": 0.5},
-        {"case": "m_dcl 128 x 1048576", "form": "tiled", "error": "OutOfMemoryError: …"},
-        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.4}},
-        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.5}},
-        {"case": "coder-tiny, batch 4, fp32", "bench": "coder_step", "ratio": {"coder": 9.0}},
-    ]
-    table = {line[:46].strip(): line[46:].split() for line in gpu_day.compare(gpu_day.GOALS, lines).splitlines()}
-    assert table["DCL 32,768 x 1024, tiled bfloat16"] == ["16", "ms", "12", "holds"]
-    assert table["DCL 32,768 x 1024, tiled bfloat16, memory"] == ["0.5", "GB", "0.4", "holds"]
-    assert table["DCL, tiled bfloat16, error of the gradient"][-4:] == ["0.5", "DOES", "NOT", "HOLD"]
-    assert table["M-DCL 128 x 1M, tiled"] == ["2.1", "ms", "–"]
-    assert table["coder step / clip step, ViT-B-32 at 256"] == ["1.45", "x", "1.5", "DOES", "NOT", "HOLD"]
-
-
-def test_an_earlier_run_is_not_compared(gpu_day, tmp_path, monkeypatch, capsys) -> None:
-    earlier = {"case": "dcl 32768 x 1024", "form": "tiled bfloat16", "seconds": 0.5}
-    line = json.dumps({**earlier, "seconds": 0.012})
-    code = f"open({str(tmp_path / 'results.jsonl')!r}, 'a').write({line + chr(10)!r})"
-    monkeypatch.setattr(gpu_day, "STAGES", (gpu_day.Stage("dcl", 30, (), ("-c", code)),))
-    (tmp_path / "results.jsonl").write_text(json.dumps(earlier) + "\nhalf a li")
-    assert gpu_day.main(["--dry", "--out", str(tmp_path)]) == 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("DCL 32,768 x 1024, tiled bfloat16 "))
-    assert said.split()[-2:] == ["12", "holds"]
-
-
-def test_all_stages_fit_into_the_time(gpu_day) -> None:
-    assert sum(stage.limit for stage in gpu_day.STAGES) <= gpu_day.arguments([]).limit - 20  # 20 s to install
-
-
-def test_the_files_with_tests_for_a_gpu_are_found(gpu_day) -> None:
-    found = gpu_day.gpu_tests()
-    assert "tests/noise/test_generators.py" in found and "tests/test_layers.py" not in found
-
-
 OPERATIONS = ("rooflines", "dcl", "m_dcl", "search")
 
 

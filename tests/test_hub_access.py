@@ -8,16 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
 
-import open_clip
 import pytest
 from huggingface_hub import constants
 
 from coder_plugin import create_model, hub_access
-from coder_plugin.config import resolve
 from coder_plugin.errors import CoderError
-from coder_plugin.training import prepare
 
 
 class Missing(BaseHTTPRequestHandler):
@@ -57,20 +53,6 @@ def test_nobody_is_waited_for_longer_than_the_patience(monkeypatch) -> None:
     assert not hub_access.is_reachable("http://127.0.0.1:1")
 
 
-def test_the_client_is_asked_because_it_knows_proxies_and_certificates(monkeypatch) -> None:
-    asked: list[tuple[str, float]] = []
-
-    def head(address: str, *, timeout: float) -> None:
-        asked.append((address, timeout))
-        if "wrong" in address:
-            raise RuntimeError("of whatever client")
-
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "7")
-    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=head))
-    assert hub_access.is_reachable("https://mirror.invalid") and not hub_access.is_reachable("https://wrong.invalid")
-    assert asked == [("https://mirror.invalid", 7), ("https://wrong.invalid", 7)]
-
-
 def test_only_the_cache_is_read_where_the_hub_does_not_answer(monkeypatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(hub_access, "is_reachable", lambda address: bool(asked.append(address)))
@@ -104,23 +86,3 @@ def test_what_would_be_downloaded_is_named_at_once(name, options, words, monkeyp
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert not hub_access.is_offline()
-
-
-def test_another_fault_is_not_called_a_download(monkeypatch) -> None:
-    monkeypatch.setattr(hub_access, "is_reachable", lambda address: False)
-
-    def create(*_: object, **__: object) -> None:
-        raise ValueError("the cached file is damaged")
-
-    monkeypatch.setattr(open_clip, "create_model", create)
-    with pytest.raises(CoderError, match="cannot be created: ValueError: the cached file is damaged"):
-        create_model("ViT-B-32", loss="clip", pretrained="laion2b_s34b_b79k")
-
-
-def test_random_weights_are_reported_where_there_are_others(caplog) -> None:
-    create_model("coder-tiny", loss="clip")
-    for options in ({"model": "coder-tiny"}, {"model": "ViT-B-32", "pretrained": "a.pt"}):
-        prepare.say_random_weights(resolve([("flag", options)]))
-    assert caplog.text == ""
-    prepare.say_random_weights(resolve([("flag", {"model": "ViT-B-32"})]))
-    assert caplog.text.count("ViT-B-32 starts from random weights; open_clip has trained ones, such as --pretrained ") == 1

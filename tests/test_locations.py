@@ -62,14 +62,6 @@ def test_what_is_not_a_relative_path_stays_as_it_is(folder, location):
     assert absolute(marked) == marked
 
 
-@pytest.mark.parametrize("name", ["braces{1,2}", "two::parts"])
-def test_a_folder_whose_name_would_be_read_as_a_pattern_is_not_added(folder, monkeypatch, name):
-    (folder / name).mkdir()
-    (folder / name / "a.csv").touch()
-    monkeypatch.chdir(folder / name)
-    assert absolute("a.csv") == "a.csv"
-
-
 def test_a_folder_with_signs_of_a_glob_is_escaped(folder, monkeypatch):
     (folder / "run[1]").mkdir()
     for number in range(2):

@@ -6,12 +6,10 @@ Shapes: B images, T text positions, C channels. Every model is tiny and made fro
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +21,12 @@ import torch
 from open_clip.coca_model import CoCa
 from torch import Tensor, nn
 
-import coder_plugin
 from coder_plugin import create_loss, create_model, registry
 from coder_plugin.backbones import clip as backbone
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.open import load_model
 
@@ -452,23 +448,6 @@ def test_tokens_and_masks(make: Make, name: str) -> None:
     assert widths.embed_dim == got["image_features"].shape[1]
 
 
-def test_the_tokens_of_bert_in_evaluation(make: Make) -> None:
-    """Without dropout they can be compared; its own tokenizer decides what padding is."""
-    model = make("timm-resnet-bert", "clip + reads_tokens")
-    tokenizer = open_clip.get_tokenizer("test-timm-resnet-bert")
-    text = tokenizer(["a red circle", "two blue square on the left of a red circle"])
-    assert text.shape == (2, T)
-    image = batch("timm-resnet-bert")[0][:2]
-    model.train()
-    model.text.eval()
-    got = model(image, text)
-    torch.testing.assert_close(got["coder_text_tokens"], hf_tokens(model, text))
-    assert got["coder_text_mask"].sum(1).tolist() == [5, 12]
-    pooled = torch.stack([got["coder_text_tokens"][0, :5].mean(0), got["coder_text_tokens"][1, :12].mean(0)])
-    features = nn.functional.normalize(model.text.proj(pooled), dim=-1)
-    torch.testing.assert_close(features, got["text_features"])
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_tokens_gradient_reaches_both_towers(make: Make, name: str) -> None:
     image, text = batch(name)
@@ -498,21 +477,6 @@ def test_no_cost_when_nobody_needs_tokens(make: Make, name: str, objective: str)
     assert changed or any(module._forward_hooks for module in tapped.visual.modules()), "what is looked for does exist"
 
 
-@pytest.mark.parametrize("name", ["vit", "timm-vit-dropout"])
-def test_tokens_are_kept_for_nobody(make: Make, name: str) -> None:
-    """`encode_image` and evaluation leave no token behind, for the next forward to mistake or to hold memory."""
-    image, text = batch(name)
-    model = make(name, "reads_tokens").train()
-    model.encode_image(image)
-    model.encode_text(text)
-    assert set(TOKEN_KEYS) & model(image=image).keys() == set(), "the text's are not there"
-    model.eval()(image, text)
-    assert model._coder_capture._captured is None
-    kept = weakref.ref(model.train()(image, text)["coder_image_tokens"])
-    gc.collect()
-    assert kept() is None
-
-
 @pytest.mark.parametrize("name", ["vit", "resnet", "timm-resnet-bert", "timm-vit-dropout", "coca"])
 def test_a_copy_is_independent(make: Make, name: str) -> None:
     image, text = batch(name)
@@ -528,15 +492,6 @@ def test_a_copy_is_independent(make: Make, name: str) -> None:
     assert seeded(model, image, text)["coder_image_tokens"].abs().sum() > 0
     assert seeded(twin, image, text)["coder_text_tokens"].abs().sum() == 0
     assert model.coder.heads["bank"].rows.abs().sum() == 0
-
-
-@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
-def test_tokens_in_low_precision(make: Make, precision: str) -> None:
-    model = make("vit", "clip + reads_tokens", precision=precision).train()
-    image, text = batch()
-    got = model(image.bfloat16(), text)
-    assert got["coder_image_tokens"].dtype == got["coder_text_tokens"].dtype == torch.bfloat16
-    assert model.embed_text(text).dtype == torch.float32
 
 
 def test_towers_without_tokens_are_refused_by_name(make: Make) -> None:
@@ -572,41 +527,6 @@ def test_heads_keys_and_what_stays_inside(make: Make) -> None:
         *("coder_bank_texts", "coder_pair_images", "coder_pair_texts")
     }
     assert all(len(got[key]) == B for key in got if key.startswith("coder_"))
-
-
-def test_ids_pass_through(make: Make) -> None:
-    image, text = batch()
-    model = make("vit", "dcl").train()
-    ids = torch.tensor([2**62 + 1, 7, 2**62 + 1])
-    assert torch.equal(model(image, text, image_id=ids)["coder_ids"], ids)
-    assert model(image, text, image_id=ids)["coder_ids"].dtype == torch.int64
-    assert "coder_ids" not in model(image, text), "absent, not None"
-    loss = create_loss("dcl", model=model)
-    outputs = model(image, text, image_id=ids)
-    assert loss(**outputs)["dcl_loss"] != loss(**{**outputs, "coder_ids": torch.arange(B)})["dcl_loss"]
-
-
-def test_a_head_without_its_inputs_is_left_out(make: Make) -> None:
-    """With one tower alone upstream returns None for the other."""
-    image, text = batch()
-    model = make("vit", "reads_bank + dcl").train()
-    assert model(image).keys() == {"image_features", "text_features", "logit_scale"}
-    assert "coder_bank_texts" in model(text=text)
-    loss = create_loss("reads_bank", model=model)
-    with pytest.raises(CoderError, match="loss 'reads_bank' needs coder_bank_texts, which the model did not return: "):
-        loss(**model(image))
-    with pytest.raises(CoderError, match="in training mode"):
-        loss(**model.eval()(image, text))
-
-
-def test_options_reach_the_heads(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    objective = Objective.parse("reads_bank").with_options({"bank.size": 7})
-    assert make("vit", objective).coder.heads["bank"].rows.shape == (7, 32)
-    with pytest.raises(CoderError, match="head 'bank': size must be at least 1, got 0"):
-        make("vit", objective.with_options({"bank.size": 0}))
-    logging.getLogger().setLevel(logging.WARNING)
-    make("vit", Objective.parse("clip").with_options({"bank.size": 7}))
-    assert "options ignored: the loss needs no head bank" in caplog.text
 
 
 # State
@@ -663,48 +583,6 @@ def test_state_is_named_saved_and_read_back(make: Make) -> None:
 # Losses
 
 
-def test_losses_are_weighted_named_and_summed(make: Make) -> None:
-    image, text = batch()
-    model = make("vit", "clip + reads_bank").train()
-    outputs = model(image, text)
-    upstream = open_clip.ClipLoss()(outputs["image_features"], outputs["text_features"], outputs["logit_scale"])
-    loss = create_loss("clip + 0.5*clip + 2*reads_bank", model=model)
-    losses = loss(**outputs)
-    assert list(losses) == ["clip_loss", "clip_2_loss", "reads_bank_pull_loss", "reads_bank_push_loss"]
-    torch.testing.assert_close(losses["clip_loss"], upstream)
-    torch.testing.assert_close(losses["clip_2_loss"], 0.5 * upstream)
-    torch.testing.assert_close(losses["reads_bank_push_loss"], 2 * outputs["coder_bank_texts"].sum())
-    torch.testing.assert_close(loss(**outputs, output_dict=False), sum(losses.values()))
-    assert not list(loss.parameters()) and not loss.state_dict()
-    assert not any(isinstance(module, Head) for module in loss.modules()), "the model owns its heads"
-
-
-@pytest.mark.parametrize(
-    "objective, named", [("clip + dcl", "clip and dcl"), ("dcl(hard_negatives=true)", None), ("m_dcl", None), ("clip", "clip")]
-)
-def test_a_batch_of_one_pair_is_reported_once(
-    tiny_model: str, caplog: pytest.LogCaptureFixture, objective: str, named: str | None
-) -> None:
-    """In every loop: by the loss. A bank and hard negatives are negatives of a single pair too."""
-    caplog.set_level(logging.WARNING)
-    model = create_model(tiny_model, loss=objective).train()
-    loss = create_loss(objective, model=model)
-    negatives = {"text_negatives": torch.ones(2, 1, 40).long()} if "hard" in objective else {}
-
-    def step(rows: int) -> list[str]:
-        caplog.clear()
-        some = {name: value[:rows] for name, value in negatives.items()}
-        loss(**model(torch.rand(rows, 3, 64, 64), torch.ones(rows, 40).long(), image_id=torch.arange(rows), **some))
-        return [each.getMessage() for each in caplog.records if "batch of one pair" in each.getMessage()]
-
-    with torch.no_grad():
-        assert step(1) == []
-    assert step(2) == []
-    told = step(1)
-    assert len(told) == (named is not None) and all(f"negatives, and {named} has no others: use" in each for each in told)
-    assert step(1) == []
-
-
 def test_inputs_of_another_kind_are_refused(tiny_model: str) -> None:
     model = create_model(tiny_model, loss="clip").train()
     image, text = torch.rand(2, 3, 64, 64), torch.ones(2, 40).long()
@@ -722,29 +600,6 @@ def test_inputs_of_another_kind_are_refused(tiny_model: str) -> None:
             model(*inputs[:2], **ids)
     with pytest.raises(CoderError, match="pretrained is True: name a tag of open_clip, such as 'openai'"):
         create_model("ViT-B-32", loss="clip", pretrained=True)
-
-
-def test_at_reads_the_heads_features(make: Make) -> None:
-    model = make("vit", "dcl@pair + dcl + triplet@pair + triplet").train()
-    outputs = model(*batch())
-    losses = create_loss("dcl@pair + dcl + triplet@pair + triplet", model=model)(**outputs)
-    for name in ("dcl", "triplet"):  # both are symmetric in the towers, which the head swaps
-        torch.testing.assert_close(losses[f"{name}_pair_loss"], losses[f"{name}_loss"])
-    outputs["coder_pair_images"] = outputs["coder_pair_images"].flip(0)
-    changed = create_loss("dcl@pair + dcl", model=model)(**outputs)
-    assert changed["dcl_pair_loss"] != losses["dcl_pair_loss"] and changed["dcl_loss"] == losses["dcl_loss"]
-
-
-def test_a_loss_needs_the_models_heads(make: Make) -> None:
-    model = make("vit", "clip")
-    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same loss"):
-        create_loss("dcl", model=model)
-    with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias'"):
-        create_loss("siglip", model=model)
-    with pytest.raises(CoderError, match="made by coder_plugin.create_model"):
-        create_loss("clip", model=make("vit"))
-    with pytest.raises(CoderError, match="loss 'owner' owns parameters"):
-        create_loss("owner", model=model)
 
 
 # Temperature and bias
@@ -773,15 +628,6 @@ def test_siglip_adds_a_bias_where_there_is_none(make: Make) -> None:
     keys = ("image_features", "text_features", "logit_scale", "logit_bias")
     torch.testing.assert_close(mine, open_clip.loss.SigLipLoss()(*(outputs[key] for key in keys)))
     assert make("vit", "clip").logit_bias is None
-
-
-def test_a_configured_bias_stays_as_configured(configs: Path, make: Make) -> None:
-    config = json.loads((configs / "test-vit.json").read_text())
-    (configs / "test-biased.json").write_text(json.dumps({**config, "init_logit_bias": -3, "init_logit_scale": 1.5}))
-    for objective, trains in (("siglip", True), ("clip", True), ("dcl", False)):
-        model = make("biased", objective)
-        assert (model.logit_bias.item(), model.logit_scale.item()) == (-3, 1.5)
-        assert model.logit_bias.requires_grad is model.logit_scale.requires_grad is trains
 
 
 # Weights in and out
@@ -866,15 +712,6 @@ def test_the_export_of_a_model_with_overrides_opens(make: Make, tmp_path: Path, 
         assert_same(plain(*inputs), model(*inputs))
 
 
-def test_coder_tiny_is_known_by_name() -> None:
-    torch.manual_seed(0)
-    model = create_model("coder-tiny", loss="dcl")
-    assert "coder-tiny" in open_clip.list_models() and model.visual.image_size == 64
-    again = create_model("coder-tiny", loss=Objective.parse("clip"), force_image_size=32, force_context_length=20)
-    assert again.visual.image_size == 32 and again.context_length == 20
-    assert coder_plugin.create_model is create_model
-
-
 # The image tower's own weights
 
 
@@ -949,13 +786,6 @@ def test_an_unknown_model_names_the_nearest(name: str, nearest: str) -> None:
     assert message.startswith(f"unknown model {name!r}; did you mean ") and nearest in message.split("(")[0]
 
 
-def test_an_unknown_model_unlike_any_other() -> None:
-    assert refused("qqqqqqqqqqqq") == (
-        "unknown model 'qqqqqqqqqqqq' (there is no such folder either; all: open_clip.list_models(), a config file's path, a "
-        "model's folder, or transformers:OWNER/NAME)"
-    )
-
-
 def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
     assert "does not exist" in refused(str(tmp_path / "gone.json"))
     (tmp_path / "broken.json").write_text("{")
@@ -985,12 +815,6 @@ def test_weights_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
     assert "cannot be created" in refused(name, no_such_option=1)
 
 
-def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
-    name = str(configs / "test-vit.json")
-    assert 'loss "clap", column 1' in refused(name, loss="clap")
-    assert "has no features of its own" in refused(name, loss="dcl@ids")
-
-
 def test_text_masks_of_towers_that_pool_the_last_position() -> None:
     """SigLIP's tokenizer pads with its end token, whatever pad_id the configuration has."""
     from coder_plugin.backbones.feature_capture import mask_by_pool
@@ -1000,19 +824,3 @@ def test_text_masks_of_towers_that_pool_the_last_position() -> None:
     assert mask_by_pool("last", None, pad=0)(text).int().tolist() == want
     told = mask_by_pool("last", None, pad=1)(text).int().tolist()  # an end token that is padding goes as well
     assert told == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
-def test_heads_take_half_precision_features(make: Make, precision: str, tiny_model: str) -> None:
-    import coder_plugin
-
-    objective = Objective.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
-    for aggregator in ("tower", "gpo"):
-        model = coder_plugin.create_model(tiny_model, loss=objective, precision=precision, aggregator=aggregator).train()
-        text = torch.ones(4, 40, dtype=torch.long)
-        text[:, 3] = 49407
-        outputs = model(torch.randn(4, 3, 64, 64).bfloat16(), text, image_id=torch.arange(4))
-        losses = coder_plugin.create_loss(objective, model=model)(**outputs)
-        assert all(torch.isfinite(value) for value in losses.values())
-        sum(losses.values()).backward()
-        assert model.embed_image(torch.randn(4, 3, 64, 64).bfloat16()).shape == (4, 64)

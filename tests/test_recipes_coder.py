@@ -10,8 +10,7 @@ from torch import nn
 
 from coder_plugin import recipes, registry
 from coder_plugin.backbones.region_text import Options
-from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.optim import create_optimizer
 from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 
 #: Options of dcl, m_dcl and concept_dcl that the papers print or imply: mu and gamma of section 4.2, epsilon of eq. 16's text.
@@ -157,12 +156,6 @@ def test_the_run_in_numbers(name):
 def test_the_rate_is_2e_4_for_15_epochs_and_2e_5_for_15(name):
     assert rates(name) == pytest.approx([2e-4] * 15 + [2e-5] * 15, rel=1e-9)
     assert first_rate(name) == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5)  # a tenth of the warm-up
-
-
-def test_a_step_schedule_without_further_flags_drops_to_a_tenth_every_15_epochs():
-    config = resolve_config({"train_data": "x.tar", "model": "ViT-B-32", "lr_scheduler": "step", "lr": 1.0, "warmup": 0})
-    schedule = create_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), config, 1)
-    assert [schedule.lr_lambdas[0](epoch) for epoch in (0, 14, 15, 29, 30)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
 
 
 @pytest.mark.parametrize(

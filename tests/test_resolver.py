@@ -114,25 +114,6 @@ def test_providers_come_before_their_readers(plug: Plug) -> None:
     assert result.bindings == ({"coder_top": "coder_top", "text_features": "text_features"}, {"coder_mid": "coder_mid"})
 
 
-def test_a_diamond_is_no_circle(plug: Plug) -> None:
-    plug(
-        "heads",
-        base=head(provides="coder_base"),
-        left=head("coder_base", "coder_left"),
-        right=head("coder_base", "coder_right"),
-        top=head("coder_left coder_right", "coder_top"),
-    )
-    plug("losses", top=loss("coder_top"))
-    assert run("top").heads == ("base", "left", "right", "top")
-
-
-def test_inputs_and_the_models_own_keys_need_no_head(plug: Plug) -> None:
-    plug("heads", one=head("image_id text_positive text_tags", "coder_one"))
-    plug("losses", all=loss("coder_one logit_bias"))
-    assert run("all", BACKBONE | {"logit_bias"}).heads == ("one",)
-    assert refused("all").endswith("head provides: take a SigLIP model, which has one, or a loss without it such as clip")
-
-
 def test_a_circle_is_told(plug: Plug) -> None:
     plug(
         "heads",
@@ -188,19 +169,6 @@ def test_our_own_head_is_preferred(plug: Plug) -> None:
     assert "provided by the heads zzz, yyy; choose with head=NAME" in refused("key")
 
 
-def test_the_choice_of_head_must_matter(plug: Plug) -> None:
-    plug("heads", one=head(provides="coder_one"), two=head(provides="coder_two"))
-    plug("losses", one=loss("coder_one"))
-    assert refused("one(head=two)") == "loss 'one': head 'two' provides nothing that it requires"
-
-
-def test_the_choice_holds_for_its_term_alone(plug: Plug) -> None:
-    plug("heads", one=head(provides="coder_key"), two=head(provides="coder_key"))
-    plug("losses", key=loss("coder_key"), other=loss("coder_key"))
-    assert "choose with head=NAME" in refused("key(head=one) + other")
-    assert run("key(head=one) + other(head=one)").heads == ("one",)
-
-
 def test_two_heads_of_one_key_cannot_both_be_read(plug: Plug) -> None:
     """The later would overwrite the earlier one's key, and both terms would read it."""
     plug("heads", one=head(provides="coder_key"), two=head(provides="coder_more coder_key"))
@@ -221,54 +189,6 @@ def test_an_optional_key(plug: Plug) -> None:
     assert run("maybe").reads == {"image_features", "coder_key", "logit_scale"}
     plug("heads", key=head(provides="coder_key"))
     assert run("maybe").heads == ("key",)
-
-
-def test_a_strangers_head_provides_optional_keys_only_when_asked(plug: Plug) -> None:
-    plug("losses", maybe=loss("image_features", "coder_key"))
-    plug("losses", "theirs", their_maybe=loss("image_features", "coder_key"))
-    plug("heads", "theirs", key=head(provides="coder_key"))
-    assert run("maybe").heads == ()
-    assert run("maybe(head=key)").heads == ("key",)
-    assert run("their_maybe").heads == ("key",)
-    plug("heads", OURS, our_key=head(provides="coder_ours"))
-    plug("losses", "theirs", their_other=loss("image_features", "coder_ours"))
-    assert run("their_other").heads == ("our_key",), "ours are welcome everywhere"
-    plug("heads", "others", key_2=head(provides="coder_key"))
-    assert run("maybe").heads == ()
-    assert run("their_maybe").heads == ("key",)
-    plug("heads", registry.REGISTERED, key_3=head(provides="coder_key"))
-    assert run("maybe").heads == ("key_3",), "the user registered it in this process"
-
-
-def test_an_optional_key_of_a_head_means_the_same(plug: Plug) -> None:
-    plug("losses", top=loss("coder_top"), maybe=loss("image_features", "coder_top"))
-    plug("heads", top=head("image_features", "coder_top", optional="coder_key text_features"))
-    assert run("top").heads == run("maybe").heads == ("top",)
-    assert run("top").reads == {"coder_top", "image_features", "coder_key", "text_features"}
-    assert run("top").required == {"coder_top", "image_features"} and run("maybe").required == {"image_features"}
-    plug("heads", "theirs", key=head(provides="coder_key"))
-    assert run("top").heads == ("top",)
-    plug("heads", our_key=head(provides="coder_key"))
-    assert run("top").heads == ("our_key", "top")
-
-
-def test_passed_and_registered_heads_provide_the_optional_keys_of_an_object(plug: Plug) -> None:
-    term = loss("image_features", "coder_key")()
-    passed = resolve(Objective.parse(term), BACKBONE, heads={"mine": head(provides="coder_key")})
-    assert passed.heads == ("mine",)
-    plug("heads", registry.REGISTERED, key=head(provides="coder_key"))
-    assert resolve(Objective.parse(term), BACKBONE).heads == ("key",)
-
-
-def test_a_key_that_stays_inside_the_model(plug: Plug) -> None:
-    plug("heads", hubs=head("image_features", "hub"), reader=head("hub", "coder_hubs"))
-    plug("losses", needs=loss("hub"), takes=loss("image_features", "hub"), through=loss("coder_hubs"))
-    for name in ("needs", "takes"):
-        assert refused(name) == (
-            f"loss {name!r} reads 'hub', which head 'hubs' provides inside the model only: keys that leave the model must "
-            "start with 'coder_': call it 'coder_hub' in both"
-        )
-    assert run("through").heads == ("hubs", "reader")
 
 
 # term@head
@@ -292,22 +212,6 @@ def test_at_reads_the_heads_pair(plug: Plug) -> None:
     assert run("images@own").bindings == ({"image_features": "coder_x", "coder_w": "coder_w"},)
     assert refused("both@bare") == "both@bare: head 'bare' has no features of its own to compare"
     assert refused("neither@own").startswith("neither@own: 'neither' compares no features")
-
-
-def test_at_builds_that_head_and_no_other(plug: Plug) -> None:
-    features = ("coder_x", "coder_y")
-    plug("heads", own=head(provides="coder_x coder_y", feature_keys=features))
-    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", feature_keys=features), key=head(provides="coder_key"))
-    plug("heads", "others", key_2=head(provides="coder_key"))
-    plug("losses", both=loss("image_features text_features coder_key"), plain=loss("image_features text_features"))
-    assert run("plain@theirs").heads == ("theirs",)
-    assert run("plain@own").heads == ("own",)
-    assert run("both@theirs(head=key_2)").heads == ("theirs", "key_2")
-    assert "both provide" in refused("plain@theirs + plain@own")
-
-
-def test_ours_at_a_head_without_a_pair() -> None:
-    assert refused("dcl@ids") == "dcl@ids: head 'ids' has no features of its own to compare"
 
 
 # Other people's faults
@@ -342,9 +246,3 @@ def test_a_broken_head_is_reported_and_breaks_nothing_else(
     with caplog.at_level(logging.WARNING):
         assert run("plain").heads == ()
     assert not caplog.records, "who needs no head looks at none"
-
-
-def test_a_loss_that_declares_a_string(plug: Plug) -> None:
-    plug("losses", slip=type("Slip", (Term,), {"requires": "coder_key"}))
-    message = "loss 'slip': 'requires' must be a tuple of keys, got 'coder_key': write ('coder_key',), with a comma"
-    assert refused("slip") == message

@@ -78,34 +78,6 @@ def test_it_is_listed_with_its_origin_and_changes_none_of_ours(run: Run) -> None
     assert without < with_it
 
 
-SAME = """
-import json, logging, torch
-logging.disable(logging.WARNING)
-from coder_plugin import create_loss, create_model
-said = {}
-for objective in ("clip", "dcl", "triplet + 0.5*clip", "dcl(mask_same_image=false)"):
-    torch.manual_seed(0)
-    model = create_model("coder-tiny", loss=objective, force_image_size=32).train()
-    outputs = model(torch.randn(4, 3, 32, 32), torch.randint(1, 999, (4, 40)), image_id=torch.tensor([1, 2, 1, 3]))
-    losses = create_loss(objective, model=model)(**outputs)
-    sum(losses.values()).backward()
-    said[objective] = {
-        "heads": list(model.coder.heads),
-        "keys": sorted(outputs),
-        "state": list(model.state_dict()),
-        "losses": {name: value.item().hex() for name, value in losses.items()},
-        "gradient": sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None).item().hex(),
-    }
-print(json.dumps(said))
-"""
-
-
-def test_our_recipes_mean_what_they_meant(run: Run) -> None:
-    with_it, without = (json.loads(run("-c", SAME, theirs=theirs).stdout) for theirs in (True, False))
-    assert with_it == without
-    assert with_it["dcl"]["heads"] == ["ids"] and with_it["clip"]["heads"] == []
-
-
 STEPS = """
 import json, logging, torch
 logging.disable(logging.WARNING)
@@ -223,13 +195,3 @@ def test_the_bank_holds_every_ranks_texts_in_the_same_order(site: Path, theirs: 
     assert first == second == _two_steps(str(site), 2)
     assert [row[0] for row in first["texts"]] == [0, 1, 10, 11, 0]
     assert (first["count"], first["pointer"]) == (4, 4)
-
-
-def test_a_batch_larger_than_the_bank_leaves_its_last_rows(theirs: ModuleType) -> None:
-    from coder_plugin.heads.base import BackboneInfo
-
-    bank = theirs.Bank(BackboneInfo(embed_dim=1), size=3)
-    bank.write(texts=torch.arange(5.0)[:, None])
-    assert sorted(bank.texts.flatten().tolist()) == [2, 3, 4] and int(bank.count) == 3
-    bank.write(texts=torch.tensor([[9.0]]))
-    assert sorted(bank.texts.flatten().tolist()) == [3, 4, 9], "the oldest goes first"

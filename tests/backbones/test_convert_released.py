@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -123,20 +122,6 @@ def test_features_are_the_authors(kind: str, bert: Any, extra: dict[str, Any], t
             close(model.text_side(ids)["text_features"], vsrn.text([[1, 7, 8, 9, 2], [1, 5, 2]], doubled(text)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_formats_and_data_parallel_give_the_same(kind: str, bert: Any, extra: Any, tmp_path: Path) -> None:
-    image, text = states(kind, bert)
-    expected = build(releases.save(tmp_path / "a.pth", image, text), extra).state_dict()
-    wrapped = [{f"module.{name}": value for name, value in state.items()} for state in (image, text)]
-    for path in (
-        releases.save(tmp_path / "b.pth", image, text, kind="old"),
-        releases.save(tmp_path / "c.pth", *wrapped),
-        releases.save(tmp_path / "d.pth", wrapped[0], text, kind="old"),
-    ):
-        found = build(path, extra).state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items() if name != "logit_scale")
-
-
 def test_descriptions(bert: Any, tmp_path: Path) -> None:
     def of(kind: str) -> tuple[str, dict[str, Any]]:
         return describe_released(releases.save(tmp_path / "a.pth", *states(kind, bert)))
@@ -163,12 +148,6 @@ def test_descriptions(bert: Any, tmp_path: Path) -> None:
     assert of("vsrn two layers") == ("region-bigru-vsrn", {**ours, "batch_norm": True, "text_layers": 2})
 
 
-def test_shapes_are_plain_numbers(bert: Any, tmp_path: Path) -> None:
-    for kind in KINDS:
-        options = describe_released(releases.save(tmp_path / "a.pth", *states(kind, bert)))[1]
-        assert {type(value) for value in options.values()} <= {int, bool, str}
-
-
 def test_names_of_old_berts(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
     image, text = states("camera", bert)
     expected = build(releases.save(tmp_path / "a.pth", image, text), extra).state_dict()
@@ -193,25 +172,6 @@ def test_counts_that_old_files_lack(bert: Any, extra: dict[str, Any], tmp_path: 
         build(releases.save(tmp_path / "a.pth", image, text), extra)
 
 
-def test_what_is_left_out_is_said(bert: Any, extra: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, logger="scripts.convert_released"):
-        build(releases.save(tmp_path / "a.pth", *states("vse", bert)), extra)
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert "mlp.bns.1.running_var" in said and "bert.pooler.dense.weight" in said and "of VSE-infinity" in said
-    assert "mlp.bns.0" not in said and not any(record.levelno > logging.INFO for record in caplog.records)
-
-
-def test_cameras_padding_is_warned_of(bert: Any, extra: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
-    build(releases.save(tmp_path / "a.pth", *states("camera", bert)), extra)
-    assert [record.levelname for record in caplog.records if "padding is masked" in record.getMessage()]
-
-
-def test_an_option_that_the_file_decides_is_refused(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
-    path = releases.save(tmp_path / "a.pth", *states("camera", bert))
-    with pytest.raises(CoderError, match=r"a\.pth decides views: 3; leave it out"):
-        build(path, extra, views=4)
-
-
 @pytest.mark.parametrize("kind", ["vse bigru", "camera"])
 def test_the_script_writes_an_export(kind: str, bert: Any, extra: Any, tmp_path: Path, capsys: Any) -> None:
     path = releases.save(tmp_path / "a.pth", *states(kind, bert))
@@ -225,12 +185,6 @@ def test_the_script_writes_an_export(kind: str, bert: Any, extra: Any, tmp_path:
         ids = torch.tensor([[1, 7, 8, 9, 2]])
         assert torch.equal(opened.embed_text(ids), model.embed_text(ids)) and opened.logit_scale == model.logit_scale
     assert main([path, str(tmp_path / "other"), "mlp=false"]) == 2 and "decides mlp" in capsys.readouterr().err
-
-
-def test_another_vocabulary(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
-    path = releases.save(tmp_path / "a.pth", *states("vsrn", bert))
-    with pytest.raises(CoderError, match=r"has 14 words, this vocabulary 13: .*vocabulary=FILE"):
-        build(path, extra, vocabulary=releases.VOCABULARY[:-1])
 
 
 def test_models_that_do_not_fit(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Every model is one of tests/backbones/towers.py.
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coder_plugin.backbones import token_projection
-from coder_plugin.backbones.clip import _check_context, probe_backbone
+from coder_plugin.backbones.clip import _check_context
 from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 from coder_plugin.errors import CoderError
-from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.pretrained.export import HEADS, export_model, read_heads
 from coder_plugin.pretrained.open import load_model
-from tests.backbones.towers import EVERY, IMAGE, TEXT, D, images, texts, texts_of
+from tests.backbones.towers import EVERY, IMAGE, TEXT, images, texts, texts_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -83,26 +81,6 @@ def test_checkpointing_changes_no_gradient(make, image: str, text: str) -> None:
         torch.testing.assert_close(checkpointed[key], value, rtol=1e-3, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_either_way_of_checkpointing_timms_blocks(make, reentrant: bool) -> None:
-    """What a reentrant checkpoint computes has no graph inside it."""
-    from timm.layers import set_reentrant_ckpt
-
-    gradients = []
-    for enable in (False, True):
-        model = make("timm-token", return_intermediates=IMAGE).train()
-        model.visual.set_grad_checkpointing(enable)
-        set_reentrant_ckpt(reentrant)
-        try:
-            weighed(model.describe_image(images(model).requires_grad_()), IMAGE).backward()
-        finally:
-            set_reentrant_ckpt(False)
-        gradients.append({key: p.grad for key, p in model.visual.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], value, rtol=1e-3, atol=1e-6, msg=key)
-
-
 @pytest.mark.parametrize("name", ["vit", "coca", "resnet", "timm-map", "timm-resnet"])
 def test_gradients_reach_the_towers_own_parameters(make, name: str) -> None:
     """Locals alone train all that comes before the last block, and the projection, but not that block."""
@@ -142,23 +120,7 @@ def test_mixed_and_half_precision(make, image: str, text: str) -> None:
         assert F.cosine_similarity(halved[key].float().flatten(1), wanted[key].flatten(1)).min() > 0.95, key
 
 
-def test_float64_stays_float64(make) -> None:
-    model = make().double()
-    for known, keys in ((model.describe_image(images(model).double()), IMAGE), (model.describe_text(texts()), TEXT)):
-        assert all(known[key].dtype == torch.float64 for key in keys)
-
-
 # What is caught, and for whom
-
-
-def test_widths_and_what_is_given(make) -> None:
-    model = make("timm-resnet", "bert-mean")
-    widths = probe_backbone(model, model._coder_capture)
-    assert (widths.image_locals, widths.image_contexts, widths.text_locals, widths.text_contexts) == (D, D, D, D)
-    assert (widths.image_tokens, widths.text_tokens, widths.embed_dim) == (96, 16, D)
-    found = make("timm-xcit", return_intermediates=["image_locals"])
-    assert probe_backbone(found, found._coder_capture).image_locals == 128
-    assert probe_backbone(found, found._coder_capture).text_locals == 0
 
 
 @pytest.mark.parametrize("image", ["vit", "resnet", "timm-token", "timm-convnext"])
@@ -180,42 +142,6 @@ def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
     assert model._coder_capture.keys == AGGREGATOR_KEYS and not model._coder_capture._projections
 
 
-def test_training_features_stay_upstreams(make) -> None:
-    model, plain = make("timm-token").train(), make("timm-token", return_intermediates=()).train()
-    found, wanted = model(images(model), texts()), plain(images(model), texts())
-    assert found.keys() == wanted.keys()  # nothing of it leaves the model
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-@pytest.mark.parametrize("name", ["vit", "timm-token", "timm-convnext"])
-@torch.no_grad()
-def test_a_copy_has_its_own_way(make, name: str) -> None:
-    model = make(name)
-    twin = copy.deepcopy(model)
-    for parameter in twin.parameters():
-        parameter.zero_()
-    assert twin.describe_image(images(model))["image_locals"].abs().sum() == 0
-    assert twin.describe_text(texts())["text_locals"].abs().sum() == 0
-    assert model.describe_image(images(model))["image_locals"].abs().sum() > 0
-
-
-@pytest.mark.parametrize("aggregator", ["tower", "gpo"])
-@pytest.mark.parametrize("name", ["vit", "timm-convnext"])
-@torch.no_grad()
-def test_a_momentum_copy_makes_none_of_it(make, name: str, aggregator: str) -> None:
-    model = make(name, aggregator=aggregator)
-    copied = MomentumCopy()
-    copied.copy_from(model)
-    embedded = model.embed_image(images(model)), model.embed_text(texts())
-    kept = set(AGGREGATOR_KEYS) if aggregator == "gpo" else set()
-    assert {*copied.model.describe_image(images(model)), *copied.model.describe_text(texts())} - kept == {
-        *("image_features", "text_features"), *({"image_pooled"} if kept else ())
-    }  # fmt: skip
-    for mine, theirs in zip(copied(images(model), texts()), embedded, strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert EVERY <= {*model.describe_image(images(model)), *model.describe_text(texts())}
-
-
 # Refusals
 
 
@@ -232,18 +158,6 @@ def test_a_momentum_copy_makes_none_of_it(make, name: str, aggregator: str) -> N
 def test_blocks_that_a_tower_has_not(make, image: str, text: str, blocks: int, message: str) -> None:
     with pytest.raises(CoderError, match=message):
         make(image, text, context_blocks=blocks)
-
-
-def test_blocks_are_counted_from_one_whoever_reads_them(make) -> None:
-    with pytest.raises(CoderError, match="context_blocks must be 1 or more, got 0"):
-        make(return_intermediates=(), context_blocks=0)
-
-
-def test_keys_that_no_model_or_not_this_one_has(make) -> None:
-    with pytest.raises(CoderError, match="return_intermediates: unknown key image_locales; it gives: image_context_ma"):
-        make(return_intermediates=["image_locales"])
-    with pytest.raises(CoderError, match="return_intermediates: this model does not give image_views; it gives: image_con"):
-        make(return_intermediates=["image_views", "image_locals"])
 
 
 def test_towers_that_nobody_knows(make) -> None:
@@ -265,21 +179,6 @@ def test_an_export_keeps_its_context_blocks(make, tmp_path: Path) -> None:
     assert read_heads(weights.with_name(HEADS)).context_blocks == 2
     assert load_model(tmp_path).coder.context_blocks == 2
     assert make(return_intermediates=()).coder.context_blocks == 1
-
-
-def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    heads = export_model(make(loss="dcl + concept_dcl"), tmp_path).with_name(HEADS)
-    with safe_open(heads, "pt") as file:
-        made = json.loads(file.metadata()["coder"])
-    del made["context_blocks"]
-    save_file(load_file(heads), heads, metadata={"coder": json.dumps(made)})
-    assert read_heads(heads).context_blocks == 1
-    heads.write_bytes(b"no")
-    with pytest.raises(CoderError, match="is not a file of scoring heads"):
-        read_heads(heads)
 
 
 def test_a_context_longer_than_the_towers_positions_is_refused() -> None:

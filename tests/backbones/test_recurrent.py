@@ -76,20 +76,6 @@ def test_avx512_bf16_multiplies_bfloat16_and_not_float16(
         assert torch.equal(one.float(), without) != rounds
 
 
-@pytest.mark.usefixtures("without_bfloat16")
-def test_a_first_state_in_half_precision() -> None:
-    ours, theirs = pair(GRU, nn.GRU, 4, 3, batch_first=True)
-    rows, start = torch.randn(2, 5, 4), torch.randn(1, 2, 3).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        got = ours(rows, start)[0]
-    torch.testing.assert_close(got, theirs(rows, start.float())[0], rtol=0, atol=0)
-    ours, theirs = pair(GRUCell, nn.GRUCell, 4, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = ours(rows[:, 0].bfloat16(), start[0])
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, theirs(rows[:, 0].bfloat16().float(), start[0].float()), rtol=0, atol=0)
-
-
 def test_without_autocast_it_is_torchs_in_every_precision() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         for ours, theirs in (pair(GRU, nn.GRU, 4, 3), pair(GRUCell, nn.GRUCell, 4, 3)):
@@ -98,14 +84,6 @@ def test_without_autocast_it_is_torchs_in_every_precision() -> None:
             got, want = (each[0] if isinstance(each, tuple) else each for each in (got, want))
             assert got.dtype == dtype
             torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("without_bfloat16")
-def test_autocast_goes_on_after_it() -> None:
-    layer = GRU(4, 3, batch_first=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        states, _ = layer(torch.randn(2, 5, 4))
-        assert torch.is_autocast_enabled("cpu") and nn.Linear(3, 2)(states).dtype == torch.bfloat16
 
 
 def test_every_gru_of_the_package() -> None:

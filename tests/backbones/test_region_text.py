@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +16,10 @@ from torch import Tensor
 from coder_plugin import create_loss, create_model
 from coder_plugin.backbones.base import OUTPUT_KEYS
 from coder_plugin.backbones.tokenizers import SPECIAL
-from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.basic import Tokens
 from coder_plugin.masked import unit_channels
-from coder_plugin.pretrained.export import HEADS, export_model, load_heads
-from coder_plugin.pretrained.open import load_model
+from coder_plugin.pretrained.export import HEADS, export_model
 from coder_plugin.tensors import cosine
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
@@ -176,16 +173,6 @@ def test_the_product_of_the_retrieval_vectors_is_the_score(models, name):
         torch.testing.assert_close(cosine(image, text), expected, rtol=1e-5, atol=1e-6)
 
 
-@torch.no_grad()
-def test_the_pooled_feature_of_several_views_is_their_mean(models):
-    """What the concept level queries with, before normalisation."""
-    model = models("region-bert-camera").eval()
-    known, views = model.image_side(images()), model.visual(images()).pooled
-    assert views.shape == (ROWS, 3, DIM) and torch.equal(known["image_pooled"], views.mean(1))
-    torch.testing.assert_close(known["image_features"], views / views.norm(dim=-1, keepdim=True))
-    assert known["image_views"].shape == (ROWS, REGIONS, 3)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, name):
@@ -253,13 +240,6 @@ def test_projected_words_are_what_the_gru_reads(bert):
         made("region-bert", bert, word_projection=True)
 
 
-def test_an_export_keeps_the_word_projection(tmp_path, bert):
-    model = made("region-bigru", bert, word_projection=True)
-    weights = export_model(model, tmp_path)
-    opened = create_model(str(tmp_path), loss="dcl", pretrained=str(weights))
-    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), embeddings(model), strict=True))
-
-
 # padding and batches
 
 
@@ -325,13 +305,6 @@ def test_a_padding_token_inside_a_text_is_a_word(models, name):
     assert torch.isfinite(model.embed_text(nothing)).all()
 
 
-@pytest.mark.parametrize("name", ["region-bert", "region-bigru", "region-bigru-vsrn"])
-@torch.no_grad()
-def test_boxes_are_for_those_who_read_them(models, name):
-    model = models(name).eval()
-    assert torch.equal(model.embed_image(images(boxes=False)), model.embed_image(images()))
-
-
 @torch.no_grad()
 def test_camera_reads_boxes_and_their_aspect(models, bert):
     model = models("region-bert-camera").eval()
@@ -349,18 +322,6 @@ def test_camera_reads_boxes_and_their_aspect(models, bert):
     blind = made("region-bert-camera", bert, boxes=False).eval()
     assert blind.visual.attention.position is None
     assert torch.equal(blind.embed_image(image), blind.embed_image(images(boxes=False)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_double_precision_keeps_the_features_in_single(models, bert, name):
-    """The towers compute in float64; features are float32 and agree with single precision."""
-    model = made(name, bert).eval()
-    image, text = images(), model.tokenizer()(TEXTS)
-    expected = model(image=image, text=text)
-    found = model.double()(image=image, text=text)
-    for key in ("image_features", "text_features"):
-        torch.testing.assert_close(found[key].float(), expected[key], rtol=1e-4, atol=1e-5)
 
 
 # what is refused
@@ -439,28 +400,6 @@ def test_the_decoder_of_gpo_is_an_option_of_both_towers(name, bert):
                 assert changed.any(), side
 
 
-def test_the_command_lines_none_is_the_word(bert):
-    """``--model-kwargs context=none`` arrives as None."""
-    given = {"context": None, "text_context": None, "image_pooling": "gpo"}
-    model = create_model("region-bert-camera", loss="coder", **{**options("region-bert-camera", bert), **given})
-    assert model.visual.attention is None and model.text.context is None and model.info().views == 1
-
-
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ("coder", "head 'momentum': a bank holds one key per image, and this model gives an image 3 features"),
-        ("clip", "loss 'clip' compares one feature of an image, and this model gives 3.*image_pooling=gpo"),
-        ("dcl + m_dcl", "a bank holds one key per image"),
-        ("dcl + pgc", "loss 'pgc' compares one feature of an image"),
-    ],
-)
-def test_views_are_refused_where_one_feature_is_compared(bert, objective, message):
-    with pytest.raises(CoderError, match=message):
-        model = create_model("region-bert-camera", loss=objective, **options("region-bert-camera", bert))
-        create_loss(objective, model=model)
-
-
 def test_siglip_adds_a_bias_where_there_is_none(bert, tmp_path):
     import open_clip
 
@@ -494,42 +433,7 @@ def test_a_backbone_without_a_bias_cannot_serve_siglip(bert, monkeypatch):
         create_model("region-bert", loss="siglip", **options("region-bert", bert))
 
 
-@pytest.mark.parametrize("name", ["region-bert", "region-bigru-vsrn"])
-def test_diversity_of_views_needs_views(bert, name):
-    with pytest.raises(CoderError, match="image_views"):
-        create_model(name, loss="triplet + view_diversity", **options(name, bert))
-
-
-def test_the_context_stage_is_the_models_own(bert):
-    with pytest.raises(CoderError, match="region-bert has a context stage of its own: context_blocks"):
-        create_model("region-bert", loss="dcl", context_blocks=2, **options("region-bert", bert))
-    with pytest.raises(CoderError, match="return_intermediates: this model does not give image_views"):
-        create_model("region-bert", loss="dcl", return_intermediates=["image_views"], **options("region-bert", bert))
-    given = options("region-bert-camera", bert)
-    views = create_model("region-bert-camera", loss="dcl", return_intermediates=["image_views"], **given)
-    assert views.describe_image(images())["image_views"].shape == (ROWS, REGIONS, 3)
-
-
-@pytest.mark.parametrize("given", [{"aggregator": "gpo"}, {"pretrained_image_path": "x.pth"}])
-def test_clips_options_are_refused(bert, given):
-    with pytest.raises(CoderError, match="region-bert pools its regions itself"):
-        create_model("region-bert", loss="dcl", **options("region-bert", bert), **given)
-
-
 # what data decide
-
-
-def test_data_fill_what_options_leave_open(bert):
-    example = Regions(np.zeros((2, 9), np.float32))
-    found = {"example": example, "captions": lambda: iter(["a dog runs"] * 4 + ["a cat"])}
-    model = create_model("region-bigru", loss="dcl", embed_dim=8, **found)
-    assert model.options.region_dim == 9 and list(model.options.vocabulary) == [*SPECIAL, "a", "dog", "runs"]
-    model = create_model("region-bigru", loss="dcl", embed_dim=8, vocabulary=WORDS, region_dim=3, **found)
-    assert model.options.region_dim == 3 and model.options.vocabulary == WORDS
-    bert_model = create_model("region-bert", loss="dcl", embed_dim=8, text=bert, **found)
-    assert bert_model.options.region_dim == 9 and bert_model.options.vocabulary is None
-    with pytest.raises(CoderError, match="no word occurs 4 times"):
-        create_model("region-bigru", loss="dcl", **{**found, "captions": lambda: ["a dog"]})
 
 
 # frozen and adapted text
@@ -557,17 +461,6 @@ def test_a_frozen_bert_is_in_evaluation_mode_and_gets_no_gradient(tmp_path):
         assert model.text.proj.weight.grad is not None
 
 
-def test_a_trained_bert_is_in_training_mode_from_the_start(tmp_path):
-    model = create_model("region-bert", loss="dcl", **options("region-bert", dropout_bert(tmp_path)))
-    assert model.text.transformer.training
-    text = model.tokenizer()(TEXTS)
-    assert not torch.equal(model.encode_text(text), model.encode_text(text))
-    model.eval()
-    assert torch.equal(model.encode_text(text), model.encode_text(text))
-    model.train().lock_text_tower()
-    assert not model.text.transformer.training and torch.equal(model.encode_text(text), model.encode_text(text))
-
-
 @pytest.mark.parametrize(("layers", "norms"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
 def test_locking_leaves_the_last_layers_and_what_is_new(models, bert, layers, norms):
     model = made("region-bert", bert)
@@ -580,18 +473,6 @@ def test_locking_leaves_the_last_layers_and_what_is_new(models, bert, layers, no
     locked = [p for p in model.text.transformer.parameters() if not p.requires_grad]
     assert locked and all(p.grad is None for p in locked)
     assert all(p.grad is not None for p in model.text.parameters() if p.requires_grad)
-
-
-def test_locking_a_bigru_or_the_image(bert):
-    model = made("region-bigru", bert)
-    model.lock_text_tower()
-    assert not any(p.requires_grad for p in model.text.parameters()) and model.visual.fc.weight.requires_grad
-    with pytest.raises(CoderError, match="has no layers to unlock"):
-        model.lock_text_tower(unlocked_layers=1)
-    model.lock_image_tower()
-    assert not any(p.requires_grad for p in model.visual.parameters())
-    with pytest.raises(CoderError, match="no layer groups to unlock"):
-        model.lock_image_tower(unlocked_groups=1)
 
 
 def test_checkpointing_changes_no_gradient(bert):
@@ -627,16 +508,6 @@ def test_momentum_copies_follow(models, bert, name):
     assert moved and all(torch.allclose(p, before[key] + 0.005, atol=1e-5) for key, p in moved)
     with torch.no_grad():
         assert torch.isfinite(towers(images(), model.tokenizer()(TEXTS))[0]).all()
-
-
-def test_momentum_towers_in_training_mode_have_berts_dropout(tmp_path):
-    """A copy has no gradient either, but was not frozen."""
-    objective = "dcl + m_dcl"
-    for name, mode, same in (("train", "train", False), ("eval", "eval", True)):
-        given = options("region-bert", dropout_bert(tmp_path / name))
-        model = create_model("region-bert", loss=recipe_of(objective).with_options({"momentum.mode": mode}), **given)
-        found = [model(**batch(model))["coder_text_keys"] for _ in range(2)]
-        assert torch.equal(*found) == same
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -687,34 +558,6 @@ def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["region-bert", "region-bert-camera"])
-def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
-    model = made(name, bert, "dcl + concept_dcl")
-    expected = embeddings(model)
-    folder = tmp_path / "export" / "best"
-    weights = export_model(model, folder)
-    heads = weights.with_name(HEADS)
-    opened = create_model(str(folder), loss=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
-    load_heads(opened, heads)
-    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
-    for place in (tmp_path, folder):  # a run's, an export's
-        ready = load_model(place)
-        assert not ready.training
-        assert all(torch.equal(*pair) for pair in zip(embeddings(ready), expected, strict=True))
-    with pytest.raises(CoderError, match="nowhere is neither an export nor a run with one in export/best"):
-        load_model(tmp_path / "nowhere")
-
-
-def test_options_over_an_exports(tmp_path, bert):
-    weights = export_model(made("region-bigru", bert), tmp_path)
-    longer = create_model(str(tmp_path), loss="dcl", pretrained=str(weights), context_length=20)
-    assert longer.tokenizer()(["a"]).shape == (1, 20)
-    with pytest.raises(CoderError, match="does not fit RegionText.*of another shape.*--model-kwargs"):
-        create_model(str(tmp_path), loss="dcl", pretrained=str(weights), embed_dim=8)
-    with pytest.raises(CoderError, match="tensors missing.*saved from another model or other --model-kwargs"):
-        create_model("region-bert", loss="dcl", pretrained=str(weights), **options("region-bert", bert))
-
-
 def test_what_is_no_export(tmp_path, bert):
     weights = export_model(made("region-bigru", bert), tmp_path)
     with pytest.raises(CoderError, match="weights nowhere.safetensors do not exist"):
@@ -733,12 +576,3 @@ def test_what_is_no_export(tmp_path, bert):
     path.write_text("{")
     with pytest.raises(CoderError, match="coder_model.json cannot be read"):
         create_model(str(path), loss="dcl")
-
-
-def test_a_bert_of_half_precision_is_trained_in_full(tmp_path, bert):
-    from transformers import AutoModel, AutoTokenizer
-
-    AutoModel.from_pretrained(bert).half().save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
-    model = made("region-bert", str(tmp_path))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

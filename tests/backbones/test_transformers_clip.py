@@ -15,16 +15,13 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from coder_plugin import create_loss, create_model
-from coder_plugin.backbones import transformers_clip
-from coder_plugin.backbones.spans import locator
 from coder_plugin.errors import CoderError
 from coder_plugin.model import add_heads
 from coder_plugin.pretrained.build import make_transform
-from coder_plugin.pretrained.saved_model import check_saved_model
 from coder_plugin.training.optim import after_tower, in_text_encoder, layer_factors
 from coder_plugin.training.prepare import add_lora
 from tests.backbones import tiny_clip
@@ -171,35 +168,6 @@ def test_the_mask_of_siglips_texts(folders: dict[str, str], tmp_path: Path, pad:
     assert blank.sum() == blank[0, 0] == 1
 
 
-def test_gpo_pools_its_tokens(folder: str) -> None:
-    model = create_model(folder, loss="dcl", aggregator="gpo").train()
-    ids = model.tokenizer()(TEXTS[:2])
-    outputs = model(pictures(2), ids, image_id=torch.arange(2))
-    with torch.no_grad():
-        assert not outputs["image_features"].allclose(model.eval()(pictures(2), ids)["image_features"])
-        torch.testing.assert_close(model.embed_image(pictures(2)), outputs["image_features"])
-
-
-def test_word_positions_are_known(folder: str) -> None:
-    ids, located = locator(create_model(folder, loss="clip").tokenizer())(["A red  Circle"])
-    (row,) = located
-    words = [row.view[slice(*span)].lower().strip() for span in row.spans if span[1]]
-    assert row.matched and words[:3] == ["a", "red", "circle"]
-
-
-def test_random_weights_from_a_configuration_alone(folder: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = create_model(f"{folder}/config.json", loss="clip")
-    own = create_model(folder, loss="clip")
-    name = "vision_model.encoder.layers.0.mlp.fc1.weight"
-    assert not model.state_dict()[name].equal(own.state_dict()[name])
-    weights = load_file(f"{folder}/model.safetensors")
-    old = str(tmp_path / "old.safetensors")  # with a buffer that transformers no longer saves
-    save_file({**weights, "text_model.embeddings.position_ids": torch.arange(24)}, old)
-    loaded = create_model(f"{folder}/config.json", loss="clip", pretrained=old)
-    assert loaded.state_dict()[name].equal(own.state_dict()[name])
-
-
 # Locks, adapters, rates
 
 
@@ -282,11 +250,6 @@ def test_a_momentum_copy_is_independent(folder: str) -> None:
 # What is refused
 
 
-def test_naflex_is_refused_by_name(altered: Callable[..., str]) -> None:
-    with pytest.raises(CoderError, match=r"Siglip2Model \(NaFlex\).*transformers:google/siglip2-base-patch16-224"):
-        create_model(altered(model_type="siglip2"), loss="clip")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -350,13 +313,6 @@ def test_a_repository_is_named_by_its_scheme(folder: str, tmp_path: Path) -> Non
         create_model("transformers:owner/tiny", loss="clip", cache_dir=str(tmp_path))
 
 
-def test_a_file_may_name_a_folder_and_no_repository(folder: str) -> None:
-    for name in (folder, f"{folder}/config.json", f"transformers:{folder}"):
-        assert check_saved_model({"model": name}, "index.json") == {"model": name}
-    with pytest.raises(CoderError, match="index.json would fetch 'transformers:owner/clip'"):
-        check_saved_model({"model": "transformers:owner/clip"}, "index.json")
-
-
 def test_a_model_without_tokenizer_or_processor(folder: str, tmp_path: Path) -> None:
     for file in ("config.json", "model.safetensors"):
         shutil.copy(Path(folder, file), tmp_path)
@@ -371,17 +327,6 @@ def test_a_model_without_tokenizer_or_processor(folder: str, tmp_path: Path) -> 
 # Existing models
 
 
-def test_heads_are_added_to_a_model_of_transformers(folder: str) -> None:
-    own = transformers.AutoModel.from_pretrained(folder)
-    assert transformers_clip.name_of(own) == folder and transformers_clip.class_name(own) == type(own).__name__
-    model = add_heads(own, folder, loss="dcl")
-    with pytest.raises(CoderError, match="has heads already: give create_model the whole loss"):
-        add_heads(model, folder, loss="clip")
-    assert model is own and not model.logit_scale.requires_grad and model.tokenizer()(["a cat"]).shape[1] > 10
-    outputs = model.train()(pictures(2), model.tokenizer()(TEXTS[:2]), image_id=torch.arange(2))
-    assert create_loss("dcl", model=model)(**outputs)["dcl_loss"].requires_grad
-
-
 def test_other_models_are_refused() -> None:
     tower = {**tiny_clip.TOWER, "image_size": 32, "patch_size": 8}
     with torch.device("meta"):
@@ -392,16 +337,3 @@ def test_other_models_are_refused() -> None:
     for model in models:
         with pytest.raises(CoderError, match=f"heads cannot be added to a {type(model).__name__}: only to"):
             add_heads(model, "any", loss="dcl")
-
-
-def test_clip_without_a_bias_cannot_serve_siglips_loss(folders: dict[str, str]) -> None:
-    with pytest.raises(CoderError, match="nor any head provides: take a SigLIP model, which has one, or a .* as clip$"):
-        create_model(folders["clip"], loss="siglip")
-    model = create_model(folders["siglip"], loss="siglip")
-    outputs = model(pictures(4), model.tokenizer()(TEXTS), image_id=torch.arange(4))
-    value = create_loss("siglip", model=model)(**outputs)["siglip_loss"]
-    own = transformers.AutoModel.from_pretrained(folders["siglip"])
-    expected = own(pixel_values=pictures(4), input_ids=model.tokenizer()(TEXTS), return_loss=True).loss
-    torch.testing.assert_close(value, expected)
-    value.backward()
-    assert model.logit_bias.grad.shape == model.logit_scale.grad.shape == (1,)

@@ -10,14 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from coder_plugin import register, registry
 from coder_plugin.cli import main
 from coder_plugin.cli.checks import check_options
-from coder_plugin.cli.train import check_concepts, next_commands
+from coder_plugin.cli.train import next_commands
 from coder_plugin.config import resolve
-from coder_plugin.errors import CoderError
 
 REMOTE = "pipe:cat {0..3}.tar"
 
@@ -33,16 +30,6 @@ REMOTE = "pipe:cat {0..3}.tar"
 def test_locations_that_only_their_reader_can_look_up(location: str) -> None:
     for name in ("train_data", "val_data"):
         check_options({name: location})
-
-
-def test_a_reader_of_another_package_may_call_its_data_what_it_likes() -> None:
-    with pytest.raises(CoderError, match="--train-data flickr30k: no such file"):
-        check_options({"train_data": "flickr30k", "dataset_type": "csv"})
-    register("readers", "theirs", lambda spec, *, split: None)
-    try:
-        check_options({"train_data": "flickr30k", "dataset_type": "theirs"})
-    finally:
-        registry.unregister("readers", "theirs")
 
 
 def test_validation_data_that_are_training_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -73,17 +60,6 @@ def test_validation_data_that_are_training_data_are_named(tmp_path: Path, monkey
         assert not said(train, val)
 
 
-def test_data_that_a_command_does_not_open_may_be_elsewhere(tmp_path: Path, tiny_model: str) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model": tiny_model, "train_data": "/elsewhere/a.csv", "val_data": "/elsewhere/b.csv"}))
-    table = tmp_path / "c.csv"
-    table.write_text("filepath,title\na.png,a square\n")
-    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
-    common = ["--config", str(config), "--workers", "0"]
-    assert main(["eval", *common, "--val-data", str(table)]) == 0
-    assert main(["index", *common, "--data", str(table), "--output", str(tmp_path / "index")]) == 0
-
-
 @pytest.mark.parametrize("command", ["eval", "train --loss clip", "concepts --output c.safetensors --vectors none"])
 def test_data_that_a_command_opens_must_be_there(command: str, tmp_path: Path, tiny_model: str, capsys: Any) -> None:
     config = tmp_path / "config.json"
@@ -108,20 +84,3 @@ def test_the_next_command_names_the_data_that_evaluation_does_not_take_from_the_
     config = resolve([("flag", {**options, "model": "coder-tiny"})])
     trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={"epoch": 1})
     assert shlex.split(next_commands(trainer)[0]) == ["coder-plugin", "eval", "logs/run", *evaluate]
-
-
-def test_the_training_table_is_not_evaluated() -> None:
-    config = resolve([("flag", {"train_data": "a.csv", "model": "coder-tiny"})])
-    trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={})
-    assert [shlex.split(command)[1] for command in next_commands(trainer)] == ["index", "search"]
-
-
-def test_an_objective_may_name_its_own_vocabulary() -> None:
-    options = {"concepts.vocabulary": "mine.safetensors"}
-    register("recipes", "own-words", {"loss": "dcl + concept_dcl", "options": options})
-    try:
-        check_concepts({"train_data": "pairs.csv", "loss": "own-words + clip"})
-        with pytest.raises(CoderError, match="needs a concept vocabulary"):
-            check_concepts({"train_data": "pairs.csv", "loss": "dcl + concept_dcl"})
-    finally:
-        registry.unregister("recipes", "own-words")

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from coder_plugin.data.scenes import open_scenes
 from coder_plugin.files import read_json
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_model
-from coder_plugin.search import mine
-from coder_plugin.search.miner import Miner
 from coder_plugin.search.mining_options import COLUMNS
-from tests.reliability import ranks
 
 COUNT = 20
 QUICK = ["--workers", "0", "--batch-size", "8"]
@@ -107,25 +103,6 @@ def test_a_table_and_a_page(made: Path, data: Path, tmp_path: Path, capsys) -> N
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)|url\(|@import""", html)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
-@pytest.mark.parametrize("command", ["index", "mine"])
-def test_processes_of_a_launcher_build_one_index(command: str, made: Path, data: Path, model: Path, tmp_path: Path) -> None:
-    output, whole = tmp_path / "negatives.tsv", made / "negatives.tsv"
-    index = tmp_path / "negatives.tsv.index"
-    flags = ["--data", str(data / "train.csv"), "--max-bad-samples", "0.5", *QUICK]
-    flags += ["--split", "train", "--output", str(index)] if command == "index" else ["--output", str(output), *LOOSE]
-
-    def run(_: Path) -> None:
-        sys.exit(main([command, str(model), *flags]))
-
-    endings = ranks.run(run, tmp_path)
-    assert [ending.status for ending in endings] == [0, 0], endings
-    printed = ["19 images, 38 captions" in ending.output or "95 negatives" in ending.output for ending in endings]
-    assert printed == [True, False], endings
-    assert read_json(index / "index.json")["images"] == 19
-    assert command == "index" or output.read_bytes() == whole.read_bytes()
-
-
 def test_the_summary_says_what_was_left_out_and_what_to_change(made: Path, tmp_path: Path, capsys) -> None:
     index = ["--index", str(made / "negatives.tsv.index"), "--output", str(tmp_path / "negatives.tsv")]
     assert main(["mine", *index, "--absolute-margin", "9", "--num-negatives", "2"]) == 0
@@ -174,18 +151,6 @@ def test_another_model_or_other_data_are_refused(made: Path, data: Path, model: 
     assert "has no vectors of captions" in refused(capsys, "--index", tmp_path / "pictures", "--output", output)
 
 
-def test_an_interrupted_encoding_continues(data: Path, model: Path, made: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    command = ["mine", str(model), "--data", str(data / "train.csv"), "--output", str(tmp_path / "negatives.tsv")]
-    command += [*LOOSE, *QUICK, "--max-bad-samples", "0.5"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "text", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert main(command) == 130
-    error = capsys.readouterr().err
-    assert f"what was encoded is kept in {tmp_path / 'negatives.tsv.index'}; the same command continues" in error
-    assert main(command) == 0 and "which another mine with other margins reads again" in capsys.readouterr().err
-    assert (tmp_path / "negatives.tsv").read_bytes() == (made / "negatives.tsv").read_bytes()
-
-
 def test_training_reads_the_table(made: Path, data: Path, tiny_model: str, tmp_path: Path, capsys) -> None:
     """open_clip #869, sentence-transformers #2848 and #3279: hard negatives are mined, read and trained with."""
     table = read_negatives(str(made / "negatives.tsv"))
@@ -220,22 +185,3 @@ def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Pat
     config.write_text(json.dumps(content))
     error = refused(capsys, tmp_path / "run", "--output", tmp_path / "new.tsv")
     assert "the run's training set (<100 items>) is not opened from its configuration: name it with --data" in error
-
-
-def test_a_table_that_cannot_be_written_is_one_line(made: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    (tmp_path / "file").touch()
-    error = refused(capsys, "--index", made / "negatives.tsv.index", "--output", tmp_path / "file" / "negatives.tsv")
-    assert "cannot be written" in error
-
-
-def test_progress_has_the_time_left(made: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    import time
-
-    from coder_plugin import progress
-
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    monkeypatch.setattr(mine, "BLOCK", 4)
-    real = Miner.mine
-    monkeypatch.setattr(Miner, "mine", lambda self, rows: (time.sleep(0.001), real(self, rows))[1])
-    assert main(["mine", "--index", str(made / "negatives.tsv.index"), "--output", str(tmp_path / "negatives.tsv")]) == 0
-    assert re.search(r"^4 of 19 images, [\d.,]+ per second, 0:00 left$", capsys.readouterr().err, flags=re.M)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -190,9 +189,3 @@ def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(saved, tmp_path, 
     assert ("no checkpoint" in error) is not saved
     monkeypatch.setattr(Trainer, "training_step", take)
     assert main([*command, "--resume", "latest"]) == 0, "as the message says"
-
-
-def test_torchrun_gets_the_error_of_a_rank_for_its_summary(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert main(["train", "--report-to", "tensorbord", "--logs", str(tmp_path)]) == 2
-    assert "unknown tracker tensorbord" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]

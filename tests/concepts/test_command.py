@@ -10,7 +10,6 @@ import torch
 
 from coder_plugin.cli import main
 from coder_plugin.concepts import (
-    DEFAULT_STOP_WORDS,
     TYPES,
     WordVectors,
     build_vocabulary,
@@ -18,11 +17,8 @@ from coder_plugin.concepts import (
     spacy_tagger,
 )
 from coder_plugin.concepts.vocabulary import describe
-from coder_plugin.concepts.words import read_stop_words
 from coder_plugin.data import open_source
-from coder_plugin.errors import CoderError
 from tests.concepts.test_tagging import MODEL, needs_spacy
-from tests.concepts.test_vocabulary import make
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 needs_shared = pytest.mark.skipif(not (SHARED / "word_vectors").exists(), reason="../shared/data is not here")
@@ -83,13 +79,6 @@ def test_a_split_of_a_karpathy_file(run, split, words):
     assert set(load_vocabulary("out/c.safetensors").words) == words
 
 
-def test_no_image_is_decoded(run, monkeypatch):
-    from coder_plugin.data import tables
-
-    monkeypatch.setattr(tables, "decode_image", lambda *_: pytest.fail("decoded"))
-    assert run("--train-data", "data.csv")[0] == 0
-
-
 def test_options_reach_the_vocabulary(run, files):
     (files / "stop.txt").write_text("# colours\nblue\n red # too\n\n")
     options = "--no-lemmas --stop-words stop.txt --max-captions 3 --seed 5".split()
@@ -135,32 +124,7 @@ def test_mistakes_are_told_in_one_line(run, files, more, words):
     assert not list(files.rglob("*.safetensors*"))
 
 
-def test_stop_words(tmp_path):
-    assert read_stop_words("default") == DEFAULT_STOP_WORDS and not read_stop_words("none")
-    (tmp_path / "x").write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(CoderError, match="not UTF-8 text"):
-        read_stop_words(str(tmp_path / "x"))
-
-
-def test_the_graph_in_the_report():
-    """P, rescaled: dog-café 1/5 (.37), dog-run 3/5, café-dog 1/2, run-dog 3/3; café and run never meet."""
-    told = {name: dict.fromkeys(TYPES, 1) for name in ("requested", "available", "selected")}
-    settings = {"captions": 9, "source": "", "tagger": "x", "size": 3, "vectors": None, **told}
-    assert "graph: 4 edges, 66.67 % of all; 0 concepts without an edge" in describe(make(settings=settings))
-    apart = make(settings=settings, cooccurrence=torch.tensor([[0, 0, 3], [0, 0, 0], [3, 0, 0]]))
-    assert "graph: 2 edges, 33.33 % of all; 1 concepts without an edge" in describe(apart)
-
-
 # real captions
-
-
-@needs_shared
-def test_shards_are_read_without_decoding(monkeypatch):
-    from coder_plugin.data import shards
-
-    monkeypatch.setattr(shards, "decode_image", lambda *_: pytest.fail("decoded"))
-    source = open_source(str(SHARED / "flickr8k/val-000000.tar"))
-    assert sum(len(item.captions) for _, item in source.items()) == 5000
 
 
 @pytest.mark.slow

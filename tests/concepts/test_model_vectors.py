@@ -15,7 +15,6 @@ from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel, T5Conf
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.concepts import ModelVectors, build_vocabulary, lexicon_tagger, load_vocabulary
-from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import load_model
 from coder_plugin.pretrained.text_models import open_text_model
@@ -40,28 +39,6 @@ def test_embeddings_are_unit_vectors_without_their_mean():
     np.testing.assert_allclose(torch.stack([found.vectors[word] for word in TABLE]), moved, atol=1e-6)
     assert found.sigma == pytest.approx(moved.std(), rel=1e-5)
     assert source().read(["cat"]).vectors["cat"].tolist() == pytest.approx([0.6, 0.8]), "one word has no mean to lose"
-
-
-def test_each_word_is_a_text_of_its_own_in_a_fixed_order():
-    texts: list[list[str]] = []
-
-    def encode(batch: list[str]) -> np.ndarray:
-        texts.append(batch)
-        return np.eye(len(batch))
-
-    ModelVectors(encode, name="x").read({"red", "dog", "cat"})
-    ModelVectors(encode, name="x", template="a photo of a {}.").read({"red", "dog"})
-    assert texts == [["cat", "dog", "red"], ["a photo of a dog.", "a photo of a red."]]
-
-
-@pytest.mark.parametrize(
-    "rows", [torch.ones(2), torch.ones(2, 3, 1), torch.ones(2, 3), torch.tensor([[1.0], [torch.nan], [1.0]])], ids=repr
-)
-def test_other_embeddings_are_refused(rows):
-    with pytest.raises(CoderError, match="mine gave embeddings of shape .* for 3 words"):
-        ModelVectors(lambda _: rows, name="mine").read(["a", "b", "c"])
-    with pytest.raises(CoderError, match="'a photo' has no {}"):
-        ModelVectors(lambda _: rows, name="mine", template="a photo")
 
 
 def test_a_vocabulary_lacks_no_word():
@@ -106,16 +83,6 @@ def sentence_transformer(bert: str, folder, pooling: dict, module: str = "Normal
     return str(folder)
 
 
-def test_a_transformers_encoder_averages_its_tokens(bert):
-    tokens, mask = hidden(bert)
-    assert mask.sum(1).unique().numel() > 1, "words of different lengths"
-    want = torch.stack([row[counted.bool()].mean(0) for row, counted in zip(tokens, mask, strict=True)])
-    torch.testing.assert_close(open_text_model(bert, device="cpu")(WORDS), want)
-    alone = open_text_model(bert, device="cpu")
-    torch.testing.assert_close(torch.cat([alone([word]) for word in WORDS]), want, msg="padding counts")
-    torch.testing.assert_close(alone(WORDS * 40), want.repeat(40, 1)), "in several batches"
-
-
 @pytest.mark.parametrize(
     ("pooling", "first"),
     [
@@ -130,21 +97,6 @@ def test_a_sentence_transformers_pooling_is_followed(bert, tmp_path, pooling, fi
     tokens, mask = hidden(bert)
     average = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     torch.testing.assert_close(open_text_model(folder, device="cpu")(WORDS), tokens[:, 0] if first else average)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "module"),
-    [
-        ({"pooling_mode_max_tokens": True}, "Normalize"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "Normalize"),
-        ({"pooling_mode": "lasttoken"}, "Normalize"),
-        ({"pooling_mode_mean_tokens": True}, "Dense"),
-    ],
-)
-def test_other_sentence_transformers_are_refused(bert, tmp_path, pooling, module):
-    folder = sentence_transformer(bert, tmp_path / "sentences", pooling, module)
-    with pytest.raises(CoderError, match="are more than a mean or first token: use ModelVectors"):
-        open_text_model(folder, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["clip", "t5"])
@@ -185,21 +137,6 @@ def test_an_export_gives_its_retrieval_vectors(tiny_model, tmp_path):
     assert want.shape[1] == 64
     for spec in (folder, tmp_path / "run"):
         torch.testing.assert_close(open_text_model(str(spec), device="cpu")(WORDS), want.detach())
-
-
-def test_an_open_clip_model_needs_weights(tiny_model, tmp_path):
-    torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, loss="clip").eval()
-    weights = tmp_path / "weights.pt"
-    torch.save({name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}, weights)
-    found = open_text_model(f"{tiny_model}:{weights}", device="cpu")(WORDS)
-    tokens = open_clip.get_tokenizer("ViT-B-32", context_length=40)(WORDS)
-    torch.testing.assert_close(found, model.encode_text(tokens, normalize=True).detach())
-    for spec in ("ViT-B-32", "ViT-B-32:", tiny_model):
-        with pytest.raises(CoderError, match="is an open_clip model without weights: write .*:TAG or :FILE"):
-            open_text_model(spec)
-    with pytest.raises(CoderError, match="text encoder 'no-such-model' cannot be loaded"):
-        open_text_model("no-such-model")
 
 
 # The command

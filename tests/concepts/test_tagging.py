@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from coder_plugin.concepts import lexicon_tagger, scenes_tagger, spacy_tagger
-from coder_plugin.concepts.tagging import clean, is_word
+from coder_plugin.concepts.tagging import clean
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError, install_command
 
@@ -33,11 +32,6 @@ needs_spacy = pytest.mark.skipif(
 )
 def test_captions_are_cleaned(text, cleaned):
     assert clean(text) == cleaned
-
-
-def test_what_is_a_word():
-    assert all(map(is_word, ("dog", "t-shirt", "o'clock", "café", "猫", "rock'n'roll")))
-    assert not any(map(is_word, ("", "2", "2nd", "-", "a-", "'s", "a_b", "dog.", "two dogs", "…")))
 
 
 def test_a_word_list():
@@ -79,22 +73,6 @@ def test_an_absent_pipeline(name):
     assert repr(name) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@needs_spacy
-def test_damaged_and_ambiguous_folders(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.cfg").write_text("[nonsense")
-    with pytest.raises(CoderError, match="has 2 pipelines"):
-        spacy_tagger(str(tmp_path))
-    with pytest.raises(CoderError, match="cannot be loaded"):
-        spacy_tagger(str(tmp_path / "a"))
-
-
-def test_processes_are_checked():
-    with pytest.raises(CoderError, match="processes is 0"):
-        spacy_tagger(processes=0)
-
-
 @pytest.fixture(scope="module")
 def tagger() -> spacy_tagger:
     assert MODEL is not None
@@ -131,13 +109,3 @@ def test_spacys_lemmas_of_verbs_are_mended(tagger):
         ("watches", "watch", "watch"), ("swinging", "swing", "swing"), ("running", "run", "run"), ("wooded", "woode", "wooded"),
     ]:  # fmt: skip
         assert tagger._lemma(Token(form, guess)) == lemma
-
-
-@needs_spacy
-def test_a_pipeline_by_its_folder(tagger):
-    assert MODEL is not None
-    spec = importlib.util.find_spec(MODEL)
-    assert spec is not None and spec.origin is not None
-    (config,) = Path(spec.origin).parent.glob("*/config.cfg")
-    same = spacy_tagger(str(config.parent))
-    assert list(same(["a dog runs"])) == list(tagger(["a dog runs"]))

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import pickle
-import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.backbones.tokenizers import SPECIAL, SubwordTokenizer, WordTokenizer
-from coder_plugin.cli import main
-from coder_plugin.concepts import tags as module
 from coder_plugin.concepts.tagging import Token, clean
 from coder_plugin.concepts.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, classes_of
 from coder_plugin.data.item import Item
@@ -153,7 +148,6 @@ def alone(tokenizer: Any, kind: str, word: str) -> list[int]:
 
 
 @kinds
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_piece_has_the_class_of_its_word(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
@@ -172,7 +166,6 @@ def test_every_piece_has_the_class_of_its_word(tokenizers, kind, data):
 
 
 @kinds
-@settings(max_examples=80, deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=50), min_size=1, max_size=3))
 def test_any_text_keeps_its_ids_and_is_matched(tokenizers, kind, texts):
     tokenizer = tokenizers[kind]
@@ -181,13 +174,6 @@ def test_any_text_keeps_its_ids_and_is_matched(tokenizers, kind, texts):
     assert torch.equal(ids, tokenizer(texts)) and found.shape == ids.shape
     assert tags.take().counts["unmatched"] == 0, texts
     assert 0 <= int(found.min()) and int(found.max()) <= OTHER
-
-
-def test_a_lone_surrogate_is_passed_over(tokenizers):
-    tags = BySpaces("spaces")
-    _, found = tags(["red \ud83d dog"], tokenizers["words"])
-    assert found[0, :5].tolist() == [NONE, class_of("red"), NONE, class_of("dog"), NONE]
-    assert tags.take().counts["unmatched"] == 0
 
 
 @pytest.mark.parametrize(
@@ -209,39 +195,6 @@ def test_a_lone_surrogate_is_passed_over(tokenizers):
 def test_classes_of_characters(view, text, words, expected):
     found = classes_of(view, text, [(surface, surface, part) for surface, part in words])
     assert found == (None if expected is None else bytes(map(int, expected)))
-
-
-def test_a_tagger_that_changes_words_makes_them_others_and_is_counted(tokenizers):
-    class Spelling(Spaces):
-        def __call__(self, texts: Iterable[str]) -> Iterator[list[Token]]:
-            for words in super().__call__(texts):
-                yield [("colour", "colour", "NOUN") if word[0] == "color" else word for word in words]
-
-    class Changed(Tags):
-        def load(self) -> Any:
-            return Spelling()
-
-    tags = Changed("spelling")
-    for _ in range(2):  # the second time from what is kept
-        _, found = tags(["red color !", "red"], tokenizers["words"])
-        assert found[:, :5].tolist() == [[NONE, OTHER, OTHER, NONE, NONE], [NONE, class_of("red"), NONE, NONE, NONE]]
-        learned = tags.take()
-        assert learned.counts["unmatched"] == 1 and learned.counts["captions"] == 2
-
-
-@pytest.mark.parametrize("mask", ["random", "simple", "shuffle"])
-def test_a_text_shortened_at_random_has_others_and_is_counted(mask):
-    from open_clip.tokenizer import SimpleTokenizer
-
-    tokenizer, tags = SimpleTokenizer(context_length=8, reduction_mask=mask), BySpaces("spaces")
-    texts = [" ".join("zebra yak xenops wolf vole urial toad swan rat quail".split()), "red dog"]
-    with isolated_rng("cut"):
-        expected = tokenizer(texts)
-    with isolated_rng("cut"):
-        ids, found = tags(texts, tokenizer)
-    assert torch.equal(ids, expected)
-    assert found.tolist() == [[0, 4, 4, 4, 4, 4, 4, 0], [0, class_of("red"), class_of("dog"), 0, 0, 0, 0, 0]]
-    assert tags.take().counts["unmatched"] == 1
 
 
 # word dropout
@@ -290,54 +243,6 @@ def test_dropped_words_keep_their_class_and_deleted_ones_leave_no_place(tokenize
 # what is kept
 
 
-class Counting(Tags):
-    """Tells which captions were tagged, and refuses to tag where ``closed``."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__("counting", **options)
-        self.closed = False
-        self.asked: list[str] = []
-
-    def load(self) -> Any:
-        assert not self.closed, "tagged again"
-
-        def tag(texts: Iterable[str]) -> Iterator[list[Token]]:
-            self.asked += texts
-            return Spaces()(self.asked[-len(texts) :])  # type: ignore[arg-type]
-
-        return tag
-
-
-def test_a_caption_is_tagged_once_and_the_oldest_are_let_go(tokenizers):
-    tags = Counting(cache_size=3)
-    first, _ = tags(["red", "dog", "red"], tokenizers["words"]), tags(["dog", "red"], tokenizers["words"])
-    assert tags.asked == ["red", "dog"] and torch.equal(first[1][0], first[1][2])
-    texts = ["man", "ball", "a", "runs", "red"]  # more than are kept, in one call
-    _, found = tags(texts, tokenizers["words"])
-    assert found[:, 1].tolist() == [class_of(text) for text in texts]
-    assert len(tags._classes) == 3
-    tags.asked.clear()
-    tags(["dog", "runs"], tokenizers["words"])
-    assert tags.asked == ["dog"]
-
-
-def test_what_travels_to_a_worker_is_a_name_and_what_is_known(tokenizers):
-    tags = Tags("scenes")
-    tags(["a red circle"], tokenizers["words"])
-    there = pickle.loads(pickle.dumps(tags))
-    assert there._loaded is None and there._classes == tags._classes != {} and not there.take().classes
-    assert torch.equal(there(["a blue box"], tokenizers["words"])[1], tags(["a blue box"], tokenizers["words"])[1])
-
-
-def test_loading_a_tagger_draws_nothing():
-    def states() -> list[Any]:
-        return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()]]
-
-    before = states()
-    Tags(MODEL or "scenes").load()
-    assert states() == before
-
-
 # the loader
 
 CAPTIONS = [
@@ -381,10 +286,6 @@ def test_batches_have_tags_and_all_else_as_without(dropping, workers):
     assert same(plain, [{key: value for key, value in batch.items() if key != "text_tags"} for batch in tagged])
 
 
-def test_workers_change_nothing(dropping):
-    assert same(*(list(loader(dropping, BySpaces("spaces"), workers=n).epoch(1)) for n in (0, 2)))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("done", [1, 4, 7])
 def test_an_epoch_goes_on_bit_for_bit(dropping, workers, done):
@@ -395,26 +296,6 @@ def test_an_epoch_goes_on_bit_for_bit(dropping, workers, done):
     first = [next(batches) for _ in range(done)]
     rest = list(loader(dropping, BySpaces("spaces"), workers=workers).epoch(2, made.position()))
     assert same(whole, first + rest)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_second_epoch_tags_nothing_again(dropping, workers):
-    tags = Counting()
-    made = loader(dropping, tags, workers=workers, batch_size=4)
-    batches = list(made.epoch(0))
-    assert len(tags._classes) == 32 and made.tagged["captions"] == 32 and made.tagged["unmatched"] == 0
-    tags.closed = True
-    batches += list(made.epoch(1))
-    assert len(batches) == 16 and made.tagged["captions"] == 64
-    classes = torch.cat([batch["text_tags"] for batch in batches]).flatten()
-    assert [made.tagged[name] for name in module.NAMES] == torch.bincount(classes, minlength=5).tolist()
-
-
-def test_another_tagger_in_mid_epoch_is_refused(dropping):
-    made = loader(dropping, BySpaces("spaces"))
-    next(made.epoch(0))
-    with pytest.raises(CoderError, match="tagger was spaces and is scenes"):
-        loader(dropping, Tags("scenes")).epoch(0, made.position())
 
 
 def test_a_tokenizer_that_tells_of_no_characters_is_refused_at_once(tokenizers):
@@ -431,11 +312,6 @@ def test_a_tokenizer_that_tells_of_no_characters_is_refused_at_once(tokenizers):
 # taggers
 
 
-def test_the_scenes_words(tokenizers):
-    ids, found = Tags("scenes")(["Two red circles are above the box, 3"], tokenizers["words"])
-    assert found[0, :11].tolist() == [0, OTHER, ADJECTIVE, NOUN, OTHER, OTHER, OTHER, NOUN, NONE, OTHER, NONE]
-
-
 @needs_spacy
 @kinds
 def test_spacy_reads_whole_captions(tokenizers, kind):
@@ -450,15 +326,6 @@ def test_spacy_reads_whole_captions(tokenizers, kind):
     clitic = [] if kind == "clip, canonical" else [OTHER]
     assert order == [OTHER, NOUN, *clitic, ADJECTIVE, NOUN, OTHER, VERB]
     assert tags.take().counts["unmatched"] == 0
-
-
-@needs_spacy
-def test_spacy_in_workers_is_spacy_here(dropping):
-    assert MODEL is not None
-    loaded = Tags(MODEL)
-    loaded.load()  # as a trainer does: workers may inherit it
-    here = list(loader(dropping, Tags(MODEL)).epoch(0))
-    assert all(same(here, list(loader(dropping, tags, workers=2).epoch(0))) for tags in (loaded, Tags(MODEL)))
 
 
 # whole runs
@@ -539,18 +406,3 @@ def test_what_no_head_reads_is_not_tagged_and_its_flag_is_refused(tiny_model, tm
         Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", tagger="scenes"))
     with pytest.raises(CoderError, match="reads word classes"):
         Trainer.from_config(run_config(tiny_model, tmp_path, tagger="scenes", set=["reader.classes=all"]))
-
-
-@pytest.mark.parametrize("absent", ["spaCy", "the pipeline"])
-def test_an_absent_tagger_is_one_line_before_anything_is_trained(tiny_model, tmp_path, reader, monkeypatch, capsys, absent):
-    if absent == "spaCy":
-        monkeypatch.setitem(sys.modules, "spacy", None)
-    elif importlib.util.find_spec("spacy") is None:
-        pytest.skip("needs spaCy")
-    flags = ["--model", tiny_model, "--logs", str(tmp_path), "--name", "run", "--batch-size", "8", "--loss", "clip + read"]
-    assert main(["train", *flags, "--tagger", "en_no_such_pipeline"]) != 0
-    said = capsys.readouterr()
-    (line,) = [line for line in said.err.splitlines() if "en_no_such_pipeline" in line]
-    assert "--tagger" in line and "spacy download" in line and "Traceback" not in said.err
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert reader.seen == []

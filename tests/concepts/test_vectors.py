@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import logging
 import zipfile
 from pathlib import Path
 
@@ -70,20 +69,6 @@ def test_formats(write, content):
     assert found.sigma == pytest.approx(np.std([1, 2, -0.5, 0.4, 3, 5]))
 
 
-def test_words_with_spaces_count_from_the_right(write):
-    file = write("the 1 2\n. . . 3 4\nat name@domain.com 5 6\ncat 7 8\n")
-    found = file.read({"cat", "at name@domain.com", "at"})
-    assert {word: row.tolist() for word, row in found.vectors.items()} == {"cat": [7, 8], "at name@domain.com": [5, 6]}
-
-
-def test_a_number_may_be_a_word(write):
-    assert write("1 2 3\n4 5 6\ncat 7 8\n").read({"4", "cat"}).vectors["4"].tolist() == [5, 6]
-
-
-def test_of_repeated_words_the_first_counts(write):
-    assert write("cat 1 2\ncat 3 4\n").read({"cat"}).vectors["cat"].tolist() == [1, 2]
-
-
 def test_words_of_any_script_and_rows_that_are_no_utf8(write):
     file = write("été 1 2\n".encode() + b"\xff\xfe 3 4\n" + "a\u00a0b 5 6\nc\u2028d 7 8\n猫 9 9\n".encode())
     found = file.read({"été", "猫", "a\u00a0b"}).vectors
@@ -97,12 +82,6 @@ def test_sigma_is_of_the_first_rows_and_later_ones_are_parsed_only_where_wanted(
     assert "line 3 has 3 dimensions" in fault(write("a 1 2\nb 3 4\nthe 1 2 3\n"))
     assert "line 3 has 1 dimensions" in fault(write("a 1 2\nb 3 4\nthe 1\n"))
     assert "line 3" in fault(write("a 1 2\nb 3 4\ncat x y\n"))
-
-
-def test_rows_that_the_first_line_announces(write, caplog):
-    with caplog.at_level(logging.WARNING):
-        write(f"4 2\n{ROWS}").read({"cat"})
-    assert "says 4 words, but it has 3" in caplog.text
 
 
 # what is refused
@@ -134,9 +113,3 @@ def test_rows_that_the_first_line_announces(write, caplog):
 def test_faults(write, content, words):
     message = fault(write(content))
     assert all(word in message for word in words), message
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    for path in (tmp_path, tmp_path / "absent.txt"):
-        with pytest.raises(CoderError, match="is not a file"):
-            WordVectors(path)

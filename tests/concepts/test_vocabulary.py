@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from coder_plugin.concepts import Vocabulary, load_vocabulary
 from coder_plugin.errors import CoderError
@@ -53,23 +52,6 @@ def test_what_is_saved_comes_back(saved):
     assert "café" in saved.with_suffix(".json").read_text(encoding="utf-8")
 
 
-def test_saving_again_replaces(saved):
-    make(counts=torch.tensor([9, 9, 9])).save(saved)
-    assert load_vocabulary(saved).counts.tolist() == [9, 9, 9]
-
-
-def test_views_are_saved(tmp_path):
-    wide = torch.arange(12.0).view(3, 4)
-    make(vectors=wide[:, ::2], cooccurrence=make().cooccurrence.T).save(tmp_path / "x.safetensors")
-    assert load_vocabulary(tmp_path / "x.safetensors").vectors.tolist() == [[0, 2], [4, 6], [8, 10]]
-
-
-def test_words_of_a_type():
-    assert make().of_type("object") == ("dog", "café") and make().of_type("property") == () and len(make()) == 3
-    with pytest.raises(CoderError, match="object, motion, property"):
-        make().of_type("noun")
-
-
 def test_the_fingerprint_is_of_what_training_sees():
     assert make(settings={}).fingerprint == make().fingerprint
     for changes in ({"vectors": torch.ones(3, 2)}, {"words": ("dog", "cat", "run")}, {"types": ("object",) * 3}):
@@ -102,47 +84,6 @@ def test_the_fingerprint_is_of_what_training_sees():
 def test_what_is_no_vocabulary(changes, words):
     with pytest.raises(CoderError, match=words):
         make(**changes)
-
-
-def test_a_name_without_the_suffix(tmp_path):
-    for call in (make().save, load_vocabulary):
-        with pytest.raises(CoderError, match="must end in .safetensors"):
-            call(tmp_path / "words.json")
-
-
-def test_where_nothing_can_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CoderError, match="cannot be written"):
-        make().save(tmp_path / "file" / "x.safetensors")
-
-
-def test_missing_files(saved, tmp_path):
-    assert "absent.safetensors: no such file" in fault(tmp_path / "absent.safetensors")
-    saved.with_suffix(".json").unlink()
-    assert "words.json: no such file" in fault(saved)
-
-
-def test_damaged_files(saved):
-    content = saved.read_bytes()
-    for damaged in (b"", content[:30], content[:-4], b"\xff" * 99):
-        saved.write_bytes(damaged)
-        assert str(saved) in fault(saved)
-    saved.write_bytes(content)
-    text = saved.with_suffix(".json").read_text()
-    for damaged in ("", text[:40], "[]", "{}"):
-        saved.with_suffix(".json").write_text(damaged)
-        assert "words.json" in fault(saved)
-
-
-def test_files_of_others(saved):
-    metadata = {"fingerprint": make().fingerprint}
-    tensors = load_file(saved)
-    save_file({name: tensor for name, tensor in tensors.items() if name != "vectors"}, saved, metadata=metadata)
-    assert "it has no vectors" in fault(saved)
-    save_file({**tensors, "counts": tensors["counts"][:2].clone()}, saved, metadata=metadata)
-    assert "counts is" in fault(saved)
-    save_file(tensors, saved)
-    assert "do not belong together" in fault(saved)
 
 
 def test_two_files_that_do_not_belong_together(saved, tmp_path):

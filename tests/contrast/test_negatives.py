@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from coder_plugin.contrast import (
     Negatives,
     Pairs,
     Tiles,
-    pairs,
     products,
     sums,
     tiles,
@@ -89,20 +88,6 @@ def test_a_similarity_at_the_ceiling_counts(form: Any) -> None:
     negatives, one = form([Direction(torch.eye(3), (Block(torch.eye(3)),))]), torch.tensor(1.0)
     got = negatives.logsumexp(one, ceiling=torch.tensor([[1.0, 0.0, -1.0]]))
     close(got, [[math.log(2 + math.e), math.log(2), -INF]], rtol=1e-6, atol=0)
-
-
-def test_the_best_of_several_features_counts() -> None:
-    views = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.6, 0.8], [-1.0, 0.0]]])
-    negatives = Dense([Direction(views, (Block(torch.eye(2), torch.arange(2), torch.arange(2)),))])
-    close(negatives.positive, [[1.0, 0.8]], rtol=1e-6, atol=0)
-    close(negatives.hardest(), [[1.0, 0.6]], rtol=1e-6, atol=0)
-
-
-def test_positives_may_begin_anywhere_in_the_first_block() -> None:
-    generator = drawing(1)
-    anchors, others = rows(generator, 3, 4), rows(generator, 8, 4)
-    for form in (Dense, Tiles):
-        close(form([Direction(anchors, (Block(others),), 5)]).positive, [(anchors * others[5:]).sum(1).tolist()])
 
 
 # -- tiles equal the dense form --------------------------------------------------------------------------------------
@@ -207,7 +192,6 @@ def equal(got: dict[str, list[Tensor]], want: dict[str, list[Tensor]], bound: fl
             assert ((one - other).abs() <= bound * largest).all(), (name, place, context, (one - other).abs().max())
 
 
-@settings(max_examples=50)
 @given(case=cases(), shape=st.sampled_from(TILE_SHAPES), seed=st.integers(0, 999))
 def test_tiles_equal_the_dense_form(case: Case, shape: dict[str, Any], seed: int) -> None:
     """Values and gradients of every statistic. Of two equal hardest rows either may get the gradient."""
@@ -307,7 +291,6 @@ def test_frozen_candidates_are_averaged_in_the_forward_pass(shape: dict[str, Any
 # -- the variance by the matrix of second moments --------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(*map(st.integers, (1, 0, 0), (3, 60, 999)), st.sampled_from([2, 5, 100]), st.sampled_from([1e-3, 1.0]))
 def test_the_gram_form_of_the_variance(d: int, more: int, seed: int, images: int, spread: float) -> None:
     """Of at least twice as many pairs as dimensions; an image's texts are taken out one by one, if they are few."""
@@ -345,24 +328,6 @@ def test_float32_keeps_a_small_variance_beside_a_large_mean(most: int, monkeypat
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
-@given(
-    st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(1, 9)),
-    st.tuples(st.integers(1, 60), st.integers(1, 50)),
-    st.booleans(),
-)
-def test_tiles_hold_each_pair_once_and_are_small(shape, limits, whole_rows) -> None:
-    (a, q, d), (elements, most) = shape, limits
-    seen = torch.zeros(a, q, dtype=torch.int64)
-    with tile_shape(elements, anchors=most):
-        for part, tile in products.tiles(torch.zeros(a, d), torch.zeros(q, d), whole_rows=whole_rows):
-            seen[part, tile] += 1
-            height, width = part.stop - part.start, tile.stop - tile.start
-            assert height * width <= elements or min(height, width) == 1
-            assert width == q if whole_rows else height <= most and width * d <= max(elements, d)
-    assert (seen == 1).all()
-
-
 @pytest.mark.parametrize("name", ["logsumexp", "hardest", "hinge", "variance"])
 def test_no_tensor_is_larger_than_the_rows(name: str) -> None:
     """Nor than a tile, in both passes."""
@@ -382,41 +347,6 @@ def test_no_tensor_is_larger_than_the_rows(name: str) -> None:
 
 def batch(n: int = 6, **options: Any) -> Pairs:
     return Pairs(rows(drawing(1), n, 4), rows(drawing(2), n, 4), **options)
-
-
-def test_small_batches_are_dense_where_tiles_save_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "SMALL_MATRIX", 36)
-    hard = Block(rows(drawing(3), 1, 4))
-    cases: list[tuple[Pairs, bool, type]] = [
-        (batch(), False, Dense),
-        (batch(7), False, Tiles),
-        (batch(), True, Tiles),
-        (batch(hard=hard), False, Tiles),  # 6 x 7
-        (batch(7, anchors=slice(2, 6)), False, Dense),
-        (batch(7, implementation="reference"), True, Dense),
-        (batch(implementation="tiled"), False, Tiles),
-    ]
-    for given_pairs, small, form in cases:
-        assert type(given_pairs.negatives(given_pairs.anchors, small=small)) is form
-    assert batch().negatives().mirrored and not batch(hard=hard).negatives().mirrored
-    assert not batch(anchors=slice(0, 6)).negatives(slice(0, 6)).mirrored
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # which fuses the dense operations
-    assert type(batch().negatives()) is Dense and type(batch(7).negatives()) is Tiles
-
-
-def test_a_ceiling_of_a_mirrored_batch_is_each_directions_own() -> None:
-    one = batch()
-    scale, ceiling = torch.tensor(3.0, dtype=torch.float64), one.negatives().variance() - 0.1
-    forms = [batch(implementation=form).negatives().logsumexp(scale, ceiling=ceiling) for form in ("reference", "tiled")]
-    torch.testing.assert_close(*forms)
-    torch.testing.assert_close(batch().negatives().logsumexp(3.0), batch().negatives().logsumexp(scale))
-
-
-@pytest.mark.parametrize("anchors", [slice(0, 6, 2), slice(4, 2), slice(9, 12)])
-def test_anchors_are_consecutive_pairs(anchors: slice) -> None:
-    with pytest.raises(ValueError, match="anchors must be a slice of consecutive rows of the 6 pairs"):
-        batch(anchors=anchors)
-    assert batch(anchors=slice(None, 2)).anchors == slice(0, 2) and batch(anchors=slice(-2, None)).anchors == slice(4, 6)
 
 
 def test_what_tiles_do_not_support_is_dense_or_refused() -> None:

@@ -20,7 +20,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.training.step import NonFiniteError
 from tests import gloo
 from tests.losses.drawn import (
-    Momentum,
     Step,
     close,
     drawing,
@@ -36,26 +35,19 @@ from tests.peak_memory import LargestTensor, peak
 from tests.reliability import ranks as forked
 from tests.reliability.number_faults import SAID, fault
 
-#: Objectives; "-" in front: without image ids.
+#: Objectives; "-" in front: without image ids. tests/losses/ has DCL's family in a ring of two.
 LOSSES = (
     "dcl",
     "-dcl",
     "dcl(diversity='none',effective_negatives=50,hard_negatives=true)",
-    "concept_dcl",
-    "m_dcl",
     "clip",
-    "clip(hard_negatives=true)",
     "-clip(hard_negatives=true)",
     "siglip",
     "distill",
     "ascl(temperature=0.5)",
-    "-ascl(temperature=0.5)",
     "ascl(temperature=logit_scale,mask_same_image=false)",
-    "triplet(margin=0.5)",
     "triplet(margin=0.5,mask_same_image=false,hardest=false)",
-    "-triplet(margin=0.6,hardest=false)",
     "triplet(hardest=false)",
-    "triplet(reduction=sum,hard_negatives=true)",
     "triplet(reduction=sum,hardest=false,hard_negatives=true)",
     "2*dcl + 0.1*clip + triplet + ascl",
 )
@@ -76,8 +68,7 @@ def joint(name: str) -> dict[str, Tensor]:
 
 
 def step(name: str, **options: Any) -> Step:
-    heads = {"momentum": Momentum()} if "m_dcl" in name else {}
-    loss = make_loss(name.removeprefix("-"), heads, local_loss=True, **options)
+    loss = make_loss(name.removeprefix("-"), local_loss=True, **options)
     return step_of_rank(loss, joint(name))
 
 
@@ -154,9 +145,9 @@ def work() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return gloo.run(work, ranks=request.param, timeout=240)
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return gloo.run(work, ranks=3, timeout=240)
 
 
 @cache
@@ -192,7 +183,7 @@ def test_no_tensor_holds_the_global_batch(results: list[dict[str, Any]], name: s
         assert result["largest"][name, "all"] >= 2 * len(results)
 
 
-@pytest.mark.parametrize("name", ["clip", "ascl", "triplet", "triplet(hardest=false)"])
+@pytest.mark.parametrize("name", ["ascl", "triplet(hardest=false)"])
 def test_memory_does_not_grow_with_the_number_of_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """4,096 pairs of 1,024 dimensions on each rank, on meta tensors; other ranks are imitated by empty tensors."""
     empty = lambda tensors, **_: lambda: [torch.empty_like(each) for each in tensors]  # noqa: E731
@@ -306,9 +297,3 @@ def test_a_trainer_on_two_processes(tmp_path: Path, tiny_model: str) -> None:
         assert ring.keys() == gathered.keys()
         for key, value in gathered.items():
             assert ring[key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
-
-
-def test_the_trainer_refuses_the_ring_with_all_anchors_on_each_rank(tmp_path: Path, tiny_model: str) -> None:
-    config = {"model": tiny_model, "logs": str(tmp_path), "gather": "ring", "local_loss": False}
-    with pytest.raises(CoderError, match="--gather ring compares each rank's own anchors: leave out --no-local-loss"):
-        Trainer(model=tiny_model, loss="dcl", train="scenes", config=config)

@@ -77,15 +77,6 @@ def test_coco_every_caption_comes_back_at_its_image(tmp_path_factory, captions):
     assert {names[0]: texts for _, texts, names in rows(open_coco(spec))} == {k: v for k, v in expected.items() if v}
 
 
-@pytest.mark.parametrize("place", ["given", "train2014", "images/train2014", "annotations/images", "annotations"])
-def test_coco_folder_of_the_pictures(tmp_path, place):
-    picture(tmp_path / place / "b.jpg")
-    spec = coco(tmp_path / "annotations")
-    images = str(tmp_path / "given") if place == "given" else None
-    assert next(open_coco(spec, image_root=images).items())[1].load().size == (6, 4)
-    assert "nowhere" in fault(open_coco, spec, image_root=str(tmp_path / "nowhere"))
-
-
 def test_coco_images_without_captions_are_counted_and_named_once(tmp_path, caplog):
     more = [{"id": n, "file_name": f"{n}.jpg"} for n in range(100, 103)]
     data = open_coco(coco(tmp_path, IMAGES + more))
@@ -128,16 +119,6 @@ def test_a_faulty_annotation_makes_its_image_a_bad_sample(tmp_path, caption):
     (bad,) = (item for item in items if item.fault is not None)
     assert bad.fault.kind == "caption" and bad.captions == () and bad.names == (str(ANNOTATIONS[2]["image_id"]),)
     assert len(items) == 2
-
-
-def test_coco_truncated_absent_or_of_another_kind(tmp_path):
-    spec = Path(coco(tmp_path))
-    spec.write_bytes(spec.read_bytes()[:-20])
-    message = fault(open_coco, str(spec))
-    assert str(spec) in message and "cannot be read as JSON" in message
-    spec.write_text("[]")
-    assert "no list 'images'" in fault(open_coco, str(spec))
-    assert "absent.json" in fault(open_coco, str(tmp_path / "absent.json"))
 
 
 # SCAN
@@ -185,28 +166,6 @@ def test_captions_alone_need_no_pictures(tmp_path):
             item.load()
 
 
-def test_caps_only_a_line_feed_ends_a_line(tmp_path):
-    path = tmp_path / "x_caps.txt"
-    path.write_bytes("\ufeffone\rstill \u2028one\r\ntwo".encode())  # no line feed at the end
-    assert rows(open_caps(str(path), captions_per_image=1)) == [
-        ("x_0", ("one\rstill \u2028one",), ("0",)),
-        ("x_1", ("two",), ("1",)),
-    ]
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
-def test_caps_bytes_literals_are_the_text_they_stand_for(tmp_path_factory, text):
-    spec = caps(tmp_path_factory.mktemp("caps"), [str(text.encode())])
-    assert rows(open_caps(spec, captions_per_image=1))[0][1] == (text.strip(),)
-
-
-@pytest.mark.parametrize(
-    "line", ["b'", "b'ees' and b'irds'", "b''s hive", "b'a' b'c'", "b'\\q'", "b'é'", "a b'c'", "\\x41", "b'\0'"]
-)
-def test_caps_other_lines_are_left_as_they_are(tmp_path, line):
-    assert rows(open_caps(caps(tmp_path, [line]), captions_per_image=1))[0][1] == (line,)
-
-
 @pytest.mark.parametrize(
     "captions, ids, words",
     [
@@ -225,13 +184,6 @@ def test_caps_other_lines_are_left_as_they_are(tmp_path, line):
 def test_caps_faults(tmp_path, captions, ids, words):
     message = fault(open_caps, caps(tmp_path, captions, ids))
     assert all(word in message for word in [str(tmp_path), *words]), message
-
-
-def test_caps_absent_not_text_or_a_number_of_captions_that_cannot_be(tmp_path):
-    assert "absent_caps.txt" in fault(open_caps, str(tmp_path / "absent_caps.txt"))
-    (tmp_path / "x_caps.txt").write_bytes(b"\xff\xfe\n")
-    assert "x_caps.txt: line 1 is not UTF-8 text" in fault(open_caps, str(tmp_path / "x_caps.txt"))
-    assert "captions_per_image=0" in fault(open_caps, caps(tmp_path, ["a"]), captions_per_image=0)
 
 
 # img2dataset
@@ -259,16 +211,6 @@ def test_img2dataset_captions_keys_and_pictures(tmp_path):
     data = open_img2dataset(str(tmp_path))
     assert rows(data) == [(f"{key[:5]}/{key}", (f"text {key}",), (key, key, f"u{key}")) for key in keys]
     assert pickle.loads(pickle.dumps(next(data.items())[1])).load().size == (6, 4)
-
-
-def test_img2dataset_captions_from_json_where_there_is_no_txt_and_no_json_at_all(tmp_path):
-    downloaded(tmp_path, "000000000", txt=None)
-    downloaded(tmp_path, "000000001", json=None)
-    (tmp_path / "00000/000000001.jpg").rename(tmp_path / "00000/000000001.PNG")
-    assert rows(open_img2dataset(str(tmp_path))) == [
-        ("00000/000000000", ("json 000000000",), ("000000000", "000000000", "u000000000")),
-        ("00000/000000001", ("text 000000001",), ("000000001", None, None)),
-    ]
 
 
 def test_img2dataset_what_is_left_out_is_counted_and_named(tmp_path, caplog):
@@ -304,19 +246,6 @@ def test_faulty_files_of_img2dataset_are_bad_samples(tmp_path, changes, words):
     assert first.fault is None and all(word in message for word in words), message
 
 
-def test_img2dataset_text_that_is_none_nothing_left_and_other_output(tmp_path):
-    downloaded(tmp_path / "a", "000000000")
-    (tmp_path / "a/00000/000000000.txt").write_bytes(b"\xff\xff")
-    assert "000000000.txt: cannot be read as text" in fault(open_img2dataset, str(tmp_path / "a"))
-    downloaded(tmp_path / "b", "000000000", jpg=None)
-    assert "no images; left out 1 images without a picture" in fault(open_img2dataset, str(tmp_path / "b"))
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c/00000.parquet").touch()
-    message = fault(open_img2dataset, str(tmp_path / "c"))
-    assert "*.tar" in message and "parquet" in message
-    assert "absent" in fault(open_img2dataset, str(tmp_path / "absent"))
-
-
 # told apart by name or content
 
 
@@ -339,23 +268,6 @@ def test_json_files_are_told_apart_by_their_starts(tmp_path):
     for unknown in ("absent.json", "empty.json"):
         (tmp_path / "empty.json").touch()
         assert guess_kind(str(tmp_path / unknown)) == "karpathy"
-
-
-@pytest.mark.parametrize(
-    "spec, kind",
-    [("x/dev_caps.txt", "caps"), ("X_CAPS.TXT", "caps"), ("caps.txt", "csv"), ("a.tsv", "csv"), ("a.tar", "webdataset")],
-)
-def test_tables_are_told_apart_by_their_endings(spec, kind):
-    assert guess_kind(spec) == kind
-
-
-def test_folders_are_told_apart_by_what_is_in_them(tmp_path):
-    downloaded(tmp_path / "crawl [1]", "000000000")
-    assert guess_kind(str(tmp_path / "crawl [1]")) == "img2dataset"
-    (tmp_path / "set/test").mkdir(parents=True)
-    assert "*.tar" in fault(guess_kind, str(tmp_path / "set"))
-    (tmp_path / "set/test/nshards.txt").write_text("1")
-    assert guess_kind(str(tmp_path / "set")) == guess_kind(str(tmp_path / "set/test")) == "webdataset"
 
 
 def shard(path: Path, count: int) -> None:

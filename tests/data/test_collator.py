@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 
 from coder_plugin import CoderError
-from coder_plugin.data import ImageTextCollator, collator
+from coder_plugin.data import ImageTextCollator
 from coder_plugin.data.item import Item
 
 
@@ -73,8 +71,3 @@ def test_columns_that_a_trainer_dropped_and_paths_are_named() -> None:
         ImageTextCollator(decode, tokenizer)([("a.jpg", "a dog", 1)])
     with pytest.raises(TypeError, match="Unexpected type"):
         ImageTextCollator(decode, tokenizer)([(object(), "a dog", 1)])
-
-
-def test_the_example_runs() -> None:
-    result = doctest.testmod(collator)
-    assert result.attempted and not result.failed

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from coder_plugin.data import open_source
 from coder_plugin.data.loader import TrainLoader
@@ -41,14 +40,6 @@ def test_features_that_were_written_again_are_refused_in_the_middle_of_an_epoch(
         loader_of(open_source(spec)).epoch(0, position)
 
 
-def test_pictures_under_an_image_root_are_those_of_the_items(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    Image.new("RGB", (4, 4)).save(tmp_path / "pictures" / "a.png")
-    (tmp_path / "t.csv").write_text("filepath,title\na.png,a dog\n")
-    item = open_source(str(tmp_path / "t.csv"), image_root=str(tmp_path / "pictures")).item(0)
-    assert item.paths[0] == str(tmp_path / "pictures" / "a.png") and item.load().size == (4, 4)
-
-
 def test_another_kind_of_data_is_a_change(tmp_path: Path) -> None:
     loader = loader_of(open_source("scenes", count=8))
     next(loader.epoch(0))
@@ -68,15 +59,3 @@ def test_bad_samples_of_one_rank_are_counted_once_when_more_ranks_go_on() -> Non
         part.epoch(0, [position])
         counts.append(len(part.bad))
     assert counts == [1, 0]
-
-
-def test_reading_tar_headers_draws_no_random_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.data.test_remote_shards import write_shards
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_shards(tmp_path, shards=2, size=3)
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    source = open_source(str(tmp_path / "{0..1}.tar") if (tmp_path / "0.tar").exists() else str(tmp_path / "*.tar"))
-    assert source.num_images == 6
-    assert torch.equal(before, torch.get_rng_state())

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coder_plugin.data import PICTURES, open_source
+from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
-from coder_plugin.data.decode import FORMATS, decode_image, from_picture, set_max_pixels
+from coder_plugin.data.decode import decode_image, from_picture, set_max_pixels
 from coder_plugin.errors import CoderError
 
 
@@ -93,8 +93,3 @@ def test_the_limit_on_pixels_is_one_setting_of_the_process_and_of_those_it_start
     finally:
         set_max_pixels(None)
     assert decode_image(content).size == (30, 1)
-
-
-def test_the_endings_of_pictures_are_pillows_for_the_formats_that_are_read():
-    Image.init()
-    assert set(PICTURES) == {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}

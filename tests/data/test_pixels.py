@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,9 @@ from PIL import Image
 
 from coder_plugin import Trainer
 from coder_plugin.data import open_source, to_device
-from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.pixels import EightBit, eight_bit
-from coder_plugin.data.source import ItemSource, isolated_rng
+from coder_plugin.data.source import isolated_rng
 from coder_plugin.errors import CoderError
 
 
@@ -102,35 +100,3 @@ def test_the_trainer_normalises_on_the_device(tmp_path):
     float_transform = image_transform_v2(PreprocessCfg(**trainer.model.visual.preprocess_cfg), is_train=True)
     trainer.loader._make = replace(trainer.loader._make, transform=float_transform)
     assert given.dtype == torch.float32 and torch.equal(given, next(trainer.loader.epoch(0))["image"])
-
-
-def test_generators_are_saved_and_restored_once_a_chunk(monkeypatch):
-    """What takes time; each sample is seeded on its own all the same."""
-    from coder_plugin.data.source import decode
-
-    def draw(_: Any) -> torch.Tensor:
-        return torch.tensor([float(torch.rand(())), random.random(), np.random.rand()])
-
-    items = [Item(str(n), (f"caption {n}",), lambda: None) for n in range(8)]
-    saved: list[None] = []
-    real = np.random.get_state
-    monkeypatch.setattr(np.random, "get_state", lambda: (saved.append(None), real())[1])
-    whole, _ = decode(items, draw)
-    assert len(saved) == 1
-    one, _ = decode(items[5:6], draw)
-    assert torch.equal(whole.tensors["image"][5], one.tensors["image"][0]) and len({*whole.tensors["image"].flatten()}) == 24
-
-
-def test_a_position_does_not_change_with_later_batches():
-    source = ItemSource([Item(str(n), ("a",), lambda: None) for n in range(12)])
-    made = TrainLoader(
-        source, batch_size=3, transform=lambda _: torch.zeros(1), tokenizer=lambda texts: torch.zeros(len(texts), 1)
-    )
-    stream = made.epoch(0)
-    next(stream)
-    first = made.position()
-    copy = {**first, "read": list(first["read"])}
-    next(stream)
-    assert first == copy and made.position()["read"] == [6] and made.position()["batches"] == 2
-    start = dict(first, read=[3])
-    assert len(list(made.epoch(0, start))) == 3 and start["read"] == [3]  # nor does the one that was given

@@ -137,13 +137,6 @@ def test_a_column_that_is_no_json_or_not_there(tmp_path):
         open_source(str(path), negatives_key="others")
 
 
-def test_items_of_ones_own_are_checked():
-    one = Item("a.jpg", ("a dog",), lambda: None, negatives=("a cat",), negative_ids=(5,))
-    two = Item("b.jpg", ("a dog",), lambda: None, negatives=("a cat", "a cow"), negative_ids=(5,))
-    faults = [item.fault for _, item in ItemSource([one, two]).items()]
-    assert faults[0] is None and str(faults[1]) == "it has 2 negatives, and 1 ids of their images"
-
-
 def test_a_table_is_read(tmp_path):
     table = read_negatives(str(write_table(tmp_path)))
     assert list(table) == [f"{n}.png" for n in range(NUMBER) if n % 4]
@@ -294,10 +287,3 @@ def test_mistakes_in_the_options_are_named(tmp_path):
         make_negatives(DataConfig(hard_negatives=1, negatives_file=table), other)
     with pytest.raises(CoderError, match="--csv-negatives-key is for CSV tables, and these data are read by 'scenes'"):
         make_source(DataConfig(hard_negatives=1, csv_negatives_key="a"), split="train")
-
-
-def test_a_stream_without_any_is_reported_while_it_is_read(tmp_path, caplog):
-    items = [Item(f"{n}.png", (f"1 {n} 0",), lambda: Image.new("RGB", (1, 1))) for n in range(1001)]
-    list(loader(ItemSource(items), batch_size=100).epoch(0))
-    (told,) = [r.getMessage() for r in caplog.records]
-    assert told.startswith("items: none of the first 1,000 samples has a hard negative: give --negatives-file FILE, or")

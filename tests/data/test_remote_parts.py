@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import itertools
 import re
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,6 @@ from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.extract import RegionsJob
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
-
-MODEL = {"name": "x", "fingerprint": "f" * 64}
 
 
 def spec(folder: Path, shards: int) -> str:
@@ -68,14 +63,6 @@ def test_images_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(t
         assert fetched(tmp_path) == Counter(range(9)), (world_size, workers)
 
 
-def test_a_local_shard_among_remote_ones_is_dealt_with_them(tmp_path):
-    write_shards(tmp_path, shards=3, size=4)
-    source = open_source(f"pipe:echo 0 >> {tmp_path}/fetched; cat {tmp_path}/s0.tar::{tmp_path}/s1.tar::{tmp_path}/s2.tar")
-    found = [[item.captions[0] for _, item in source.items(part, 2)] for part in range(2)]
-    assert found == [[f"caption {n}" for n in (*range(4), *range(8, 12))], [f"caption {n}" for n in range(4, 8)]]
-    assert fetched(tmp_path) == Counter([0])
-
-
 # the parts of training
 
 
@@ -101,13 +88,6 @@ def extract_by_ranks(job: RegionsJob, ranks: int) -> int:
     return [job.run(index=rank, count=ranks).images for rank in range(ranks)][-1]
 
 
-def test_a_rank_without_a_shard_of_its_own_fetches_none(tmp_path):
-    write_shards(tmp_path, shards=1, size=7, side=40)
-    options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
-    assert extract_by_ranks(RegionsJob(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), 2) == 7
-    assert fetched(tmp_path) == Counter([0])
-
-
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 2)])
 def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, ranks, workers):
     write_shards(tmp_path, shards=3, size=7, side=40)
@@ -119,34 +99,3 @@ def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path
     shards = [{name: value for name, value in contents(out).items() if re.search("[0-9].tar", name)}
               for out in (local.folder, remote.folder)]  # fmt: skip
     assert len(shards[0]) == 3 and shards[0] == shards[1]
-
-
-@pytest.mark.parametrize(("shards", "parts"), [(20, 16), (3, 5)])
-def test_the_parts_of_an_extraction_request_each_byte_once(tmp_path, shards, parts):
-    write_shards(tmp_path, shards=shards, size=2, side=40)
-    sent: Counter[str] = Counter()
-
-    class Counting(http.server.SimpleHTTPRequestHandler):
-        def copyfile(self, source: Any, outputfile: Any) -> None:
-            content = source.read()
-            sent[self.path] += len(content)
-            outputfile.write(content)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Counting, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        names = f"http://127.0.0.1:{server.server_address[1]}/s{{0..{shards - 1}}}.tar"
-        jobs = [
-            RegionsJob(source=open_source(names), folder=tmp_path / "out", detector=Means, batch_size=3, workers=0)
-            for _ in range(parts)
-        ]
-        finished = [job.run(index=index, count=parts) for index, job in enumerate(jobs)]
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert finished[-1].images == 2 * shards
-    sizes = {f"/s{n}.tar": (tmp_path / f"s{n}.tar").stat().st_size for n in range(shards)}
-    assert {name: sent[name] for name in sizes} == sizes  # 1.0 times

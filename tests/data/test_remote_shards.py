@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from coder_plugin.cli import main
-from coder_plugin.data import open_source, remote
+from coder_plugin.data import open_source
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.streams import STRIDE
 from coder_plugin.errors import CoderError
@@ -70,17 +70,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
-
-
-def test_a_small_file_that_is_large_or_late_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remote.read_small(f"{url}/sizes.json", 1000) == b'{"s0.tar": 6, "s1.tar": 6}'
-    assert remote.read_small(f"{url}/sizes.json", 10) is None
-    assert remote.read_small(f"{url}/absent.json", 1000) is None
-    monkeypatch.setattr(remote, "_TIMEOUT", 1)
-    begun = time.monotonic()
-    assert remote.read_small(f"{url}/endless", 1000) is None
-    assert remote.read_small(f"{url}/stalled", 1000) is None
-    assert time.monotonic() - begun < 20
 
 
 @pytest.fixture
@@ -188,26 +177,6 @@ def test_a_stream_gives_every_sample_once_and_resumes(folder, url, workers, batc
     assert indices == [shard * STRIDE + n for shard in range(2) for n in range(6)]
 
 
-def test_a_stream_with_bad_samples_resumes(folder):
-    with tarfile.open(folder / "s0.tar", "w") as tar:
-        for n in range(20):
-            for ending, content in (("png", b"broken" if n % 3 == 0 else png(n)), ("txt", f"caption {n}".encode())):
-                info = tarfile.TarInfo(f"{n:03d}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    options: dict[str, Any] = {"workers": 2, "num_samples": 13, "batch_size": 3}
-    whole = loader(f"pipe:cat {folder}/s0.tar", **options)
-    batches, positions = [], []
-    for batch in whole.epoch(0):
-        batches.append(batch["text"].tolist())
-        positions.append(whole.position())
-    assert len(batches) == 4 and len(whole.bad) >= 4
-    for used, position in enumerate(positions, 1):
-        again = loader(f"pipe:cat {folder}/s0.tar", **options)
-        assert [batch["text"].tolist() for batch in again.epoch(0, position)] == batches[used:]
-        assert used == 4 or again.bad.state() == whole.bad.state()
-
-
 @pytest.mark.parametrize("then, now", [({}, {"world_size": 2}), ({"workers": 2}, {"workers": 3})])
 def test_a_stream_goes_on_with_the_next_epoch_on_other_ranks_or_workers(folder, then, now, caplog):
     spec = "::".join(f"pipe:cat {folder}/s{n}.tar" for n in range(2))
@@ -255,24 +224,6 @@ def test_a_command_that_fails_is_an_error_also_after_its_output(folder):
     assert "status 3" in fault(f"pipe:cat {folder}/s0.tar; exit 3")
     assert "status 4" in fault("pipe:exit 4")
     assert "status 1" in fault(f"pipe:cat {folder}/absent.tar 2>/dev/null")
-
-
-def test_what_follows_a_tar_files_end_is_read_too(folder):
-    """A program whose output nobody reads is ended by a signal, as if it had failed."""
-    with open(folder / "s0.tar", "ab") as file:
-        file.write(bytes(1 << 20))
-    assert len(samples(f"pipe:cat {folder}/s0.tar")) == 6
-
-
-def test_a_stream_that_is_left_early_leaves_no_process(folder, monkeypatch):
-    started = []
-    real = remote.wds.gopen
-    monkeypatch.setattr(remote, "_PATIENCE", 0.1)
-    monkeypatch.setattr(remote.wds, "gopen", lambda shard: (started.append(real(shard)), started[-1])[1])
-    items = open_source(f"pipe:cat {folder}/s0.tar; sleep 30").items()
-    next(items)
-    items.close()  # type: ignore[attr-defined]
-    assert started[0].proc.poll() is not None
 
 
 def test_what_is_missing_is_said_before_anything_is_read():

@@ -18,7 +18,7 @@ from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.shard_lists import expand
 from coder_plugin.data.shards import LocalShards, open_shards
-from coder_plugin.data.tar_index import Place, scan
+from coder_plugin.data.tar_index import scan
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
@@ -87,18 +87,6 @@ def test_fields_keys_and_captions(tmp_path):
     assert [item.names for _, item in data.items()] == [(key, None, None) for key in "abcd"]
 
 
-def test_shards_of_one_name_in_two_folders_do_not_share_ids(tmp_path):
-    shards = [write_tar(tmp_path / folder / "0.tar", [sample(1)]) for folder in "ab"]
-    assert len({item.image_id for _, item in open_shards("::".join(shards)).items()}) == 2
-
-
-def test_siblings_share_their_image(tmp_path):
-    data = write_set(tmp_path, captions=3)
-    assert (data.samples("draw"), data.samples("all"), data.samples("all", 100)) == (43, 129, 100)
-    assert data.groups == [9, 7, 12, 5, 10] and set(data.caption_counts) == {3}
-    assert data.item(9).captions == ("9 0", "9 1", "9 2") and len({item.image_id for _, item in data.items()}) == 43
-
-
 def caption_shard(path: Path, *contents: dict[str, object]) -> str:
     return write_tar(path, [sample(n, json=json.dumps(each).encode()) for n, each in enumerate(contents)])
 
@@ -135,17 +123,6 @@ def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, c
     assert "its keys are: none" in fault_of(bare, caption_key="caption")
 
 
-def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
-    shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b" one \r\ntwo\xe2\x80\xa8still two\n")])
-    assert captions(shard) == [("one \r\ntwo\u2028still two",)]
-    assert captions(shard, newline_captions=True) == [("one", "two\u2028still two")]
-
-
-def test_an_empty_line_among_newline_captions_is_a_bad_sample(tmp_path):
-    shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b"one\n\nthree")])
-    assert "number 2 of 3" in fault_of(shard, newline_captions=True)
-
-
 def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
     for shard in range(2):
         rows = []
@@ -177,19 +154,6 @@ FOREIGN, REGIONS = npz(embedding=np.ones(4)), npz(features=np.ones((2, 3)))
 streams = pytest.mark.parametrize("stream", [False, True])
 
 
-@pytest.mark.parametrize("first", ["npz", "png"])
-@streams
-def test_npz_beside_pictures_is_not_read_and_counted(tmp_path, caplog, first, stream):
-    caplog.set_level("INFO")
-    rows = [sample(n, npz=FOREIGN) for n in range(9)]
-    if first == "npz":
-        rows = [(key, dict(reversed(fields.items()))) for key, fields in rows]
-    shard = write_tar(tmp_path / "s.tar", rows)
-    data = open_shards(f"pipe:cat {shard}" if stream else shard)
-    assert [item.load().getpixel((0, 0))[0] for _, item in data.items()] == list(range(9))
-    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["9 .npz beside pictures"]
-
-
 @streams
 def test_npz_is_an_image_of_regions_where_there_is_no_picture(tmp_path, stream):
     rows = [(f"{n}", {"npz": content, "txt": b"x"}) for n, content in enumerate([b"damaged", REGIONS, FOREIGN])]
@@ -214,15 +178,6 @@ def write_benchmark(folder: Path, splits: tuple[str, ...] = ("test",), shards: i
     return str(folder)
 
 
-def test_keys_of_shards_of_one_name_do_not_depend_on_where_the_data_are(tmp_path, monkeypatch):
-    for folder in ("a", "b/c"):
-        write_tar(tmp_path / "here" / folder / "0.tar", [sample(1)])
-    monkeypatch.chdir(tmp_path)
-    expected = ["a/0/0001", "b/c/0/0001"]
-    for spec in ("here/{a,b/c}/0.tar", f"{tmp_path}/here/{{a,b/c}}/0.tar"):
-        assert [item.key for _, item in open_shards(spec).items()] == expected
-
-
 def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path):
     folder = write_benchmark(tmp_path / "set [1]", ("train", "test"), 11)
     found = captions(folder, split="test")
@@ -234,35 +189,7 @@ def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path)
     assert captions(folder, split="test", newline_captions=False)[0] == ("test 0 a\ntest 0 b",)
 
 
-def test_shards_of_clip_benchmark_named_singly_are_known_by_the_note_beside_them(tmp_path):
-    folder = write_benchmark(tmp_path)
-    plain = write_tar(tmp_path / "elsewhere/0.tar", [sample(1, txt=b"one\ncaption")])
-    for spec in (f"{folder}/test/{{0..1}}.tar", f"file:{folder}/test/0.tar"):
-        assert captions(spec)[0] == ("test 0 a", "test 0 b")
-    assert captions(f"{folder}/test/0.tar::{plain}") == [("test 0 a\ntest 0 b",), ("one\ncaption",)]
-
-
-def test_faults_of_a_folder_of_clip_benchmark(tmp_path):
-    folder = write_benchmark(tmp_path / "set [1]")
-    message = fault(open_shards, folder, split="val")
-    assert "'val'" in message and "splits present: test" in message
-    note = tmp_path / "set [1]/test/nshards.txt"
-    for content, words in (("3", "1 are missing, the first: "), ("0", "> 0"), ("two", "nshards.txt: cannot be read as")):
-        note.write_text(content)
-        assert words in fault(open_shards, folder, split="test")
-    note.write_text("3")
-    assert "2.tar" in fault(open_shards, folder, split="test")
-    note.unlink()
-    assert "*.tar" in fault(open_shards, folder, split="test")
-
-
 # reading
-
-
-def test_captions_are_read_without_pictures(tmp_path, monkeypatch):
-    data, read = write_set(tmp_path), []
-    monkeypatch.setattr(Place, "read", lambda self: read.append(self))
-    assert len({item.captions for _, item in data.items()}) == 43 and not read
 
 
 def test_a_resampled_stream_never_ends_and_differs_between_workers(tmp_path):
@@ -326,13 +253,6 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     assert "sizes.json" in fault(lambda: again().num_images)
 
 
-def test_a_stream_needs_its_number_of_samples(tmp_path):
-    shard = write_tar(tmp_path / "s.tar", [sample(n) for n in range(6)])
-    data = open_shards(f"pipe:cat {shard}")
-    assert data.num_images is None and "--train-num-samples" in fault(data.samples, "draw")
-    assert data.samples("draw", 6) == 6 and len(list(data.items())) == 6
-
-
 def test_shards_without_images_are_an_error_that_names_what_they_have(tmp_path):
     shard = write_tar(tmp_path / "t.tar", [(f"{n}", {"txt": b"x", "image": png(), "npy": b""}) for n in range(3)])
     message = fault(open_shards(shard).samples, "draw")
@@ -366,33 +286,6 @@ def test_files_that_are_not_read_are_counted_and_named_once(tmp_path, caplog):
         )
 
 
-def test_files_beside_samples_are_said_without_a_warning(tmp_path, caplog):
-    caplog.set_level("INFO")
-    list(open_shards(write_tar(tmp_path / "s.tar", [sample(n, cls=b"1") for n in range(3)])).items())
-    (record,) = caplog.records
-    assert record.levelname == "INFO" and record.message.endswith("files that are not read: 3 .cls")
-    list(open_shards(write_tar(tmp_path / "t.tar", [sample(n) for n in range(3)])).items())
-    assert len(caplog.records) == 1
-
-
-def test_files_of_a_sample_that_are_apart_are_said_to_be(tmp_path):
-    """As ``tar`` writes a folder that is not sorted."""
-    rows = [(f"{n}", {"png": png()}) for n in range(4)] + [(f"{n}", {"txt": b"x"}) for n in range(4)]
-    items = [item for _, item in open_shards(write_tar(tmp_path / "s.tar", rows)).items()]
-    hint = "and files of one sample are not next to each other in its shard ('0'): sort it (tar --sort=name)"
-    assert [str(item.fault) for item in items] == [f"it has no captions, {hint}"] * 4 + ["None"] * 4
-    with pytest.raises(BadSample) as caught:
-        items[4].load()
-    assert str(caught.value) == f"no field jpg, png, jpeg, webp, npz, {hint}"
-
-
-def test_a_compressed_shard_that_does_not_say_so_is_refused(tmp_path):
-    path = tmp_path / "s.tar"
-    with tarfile.open(path, "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("a.png"))
-    assert "compressed as a whole: name it .tar.gz" in fault(lambda: open_shards(str(path)).num_images)
-
-
 # damage
 
 
@@ -421,13 +314,6 @@ def test_a_bad_sample_keeps_its_place_and_has_its_fault(tmp_path, fields, words)
     assert [item.key for _, item in data.items()] == ["s/0001", "s/0002"] and data.samples("all") == data.samples("draw") == 2
 
 
-def test_an_image_without_text_or_a_text_without_image_is_a_bad_sample(tmp_path):
-    assert "it has no captions" in fault_of(write_tar(tmp_path / "s.tar", [("a", {"png": png()})]))
-    (_, item), _ = open_shards(write_tar(tmp_path / "t.tar", [("a", {"txt": b"x"}), sample(1)])).items()
-    with pytest.raises(ValueError, match="no field jpg"):
-        item.load()
-
-
 def boundary(content: bytes) -> int:
     """Where the last sample begins: cut there, a tar file looks complete to tarfile, and every sample is whole."""
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
@@ -454,16 +340,6 @@ def test_a_damaged_shard_is_an_error_that_names_it(tmp_path, where):
         fault(list, open_shards(f"pipe:cat {path}").items()),
     ):
         assert re.search("cut.tar' cannot be read: ", message)
-
-
-def test_twice_the_same_file_in_a_sample_is_a_bad_sample(tmp_path):
-    shard = write_tar(tmp_path / "twice.tar", [sample(1), sample(2), sample(2)])
-    assert "two files .txt" in fault_of(shard)
-
-
-def test_a_stream_that_fails_is_an_error(tmp_path):
-    message = fault(list, open_shards(f"pipe:cat {tmp_path}/absent.tar 2>/dev/null").items())
-    assert "absent.tar" in message
 
 
 # real data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import open_csv, open_karpathy
 from coder_plugin.errors import CoderError
-
-FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
 
 
 def write_table(folder: Path, rows: list[tuple[str, ...]], *, header=("filepath", "title"), sep="\t") -> str:
@@ -98,46 +95,6 @@ def test_karpathy_splits_restval_and_folders(tmp_path):
     assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)
 
 
-def test_karpathy_a_place_in_the_names_is_one_kind_of_name(tmp_path):
-    """An image without a cocoid, or with equal numbers, does not have its imgid where others have their cocoid."""
-    spec = tmp_path / "set.json"
-    images = [{"filename": f"{n}.jpg", "split": "train", "imgid": 5 + n, "sentences": [{"raw": "x"}]} for n in range(3)]
-    images[0] |= {"cocoid": 9, "filepath": "train2014"}
-    images[2]["cocoid"] = 7
-    spec.write_text(json.dumps({"images": images}))
-    items = [item for _, item in open_karpathy(str(spec), pictures=False).items()]
-    assert [item.key for item in items] == ["train2014/0.jpg", "1.jpg", "2.jpg"]
-    assert [item.names for item in items] == [("9", "5", "0.jpg"), (None, "6", "1.jpg"), ("7", "7", "2.jpg")]
-
-
-def test_csv_names_are_the_stems(tmp_path):
-    spec = write_table(tmp_path, [("a/b.png", "x"), ("c", "y")])
-    assert [item.names for _, item in open_csv(spec).items()] == [("b",), ("c",)]
-
-
-def test_csv_paths_are_relative_to_the_image_root_first(tmp_path, monkeypatch):
-    """Then to the working directory, and to the table's folder."""
-    monkeypatch.chdir(tmp_path)
-    names = ("root/a.png", "a.png", "table/a.png", "b.png", "table/b.png", "table/c.png")
-    for shade, name in enumerate(names):
-        picture(tmp_path / name, (shade, 0, 0))
-    spec = write_table(tmp_path / "table", [(f"{name}.png", "x") for name in "abcd"])
-
-    def shades(**options):
-        items = [item for _, item in open_csv(spec, **options).items()]
-        with pytest.raises(FileNotFoundError) as missing:
-            items[3].load()
-        return [item.load().getpixel((0, 0))[0] for item in items[:3]], Path(missing.value.filename)
-
-    assert shades() == ([1, 3, 5], tmp_path / "table/d.png")
-    assert shades(image_root="root") == ([0, 3, 5], Path("root/d.png"))
-    assert shades(image_root=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
-    assert "image folder 'rot' does not exist" in fault(open_csv, spec, image_root="rot")
-    config = DataConfig(train=spec, image_root="root")
-    (first, *_) = (item for _, item in make_source(config, split="train").items())
-    assert first.load().getpixel((0, 0)) == (0, 0, 0) and first.key == "a.png"
-
-
 def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):
     spec = karpathy(tmp_path)
     table = write_table(tmp_path, [("0.png", "x")])
@@ -150,13 +107,6 @@ def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):
     assert [(i, x.key, x.captions, x.names) for i, x in seen.items()] == [
         (i, x.key, x.captions, x.names) for i, x in named.items()
     ]
-
-
-@pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
-def test_the_real_split_file():
-    spec = str(FLICKR / "dataset_flickr8k.json")
-    train, val = open_source(spec, split="train"), open_source(spec, split="val")
-    assert (train.num_images, train.samples("all"), val.num_images) == (6000, 30000, 1000)
 
 
 # what is refused
@@ -193,12 +143,6 @@ def test_a_faulty_row_makes_its_image_a_bad_sample(tmp_path):
     assert (data.samples("draw"), data.samples("all")) == (5, 5)
 
 
-def test_csv_that_is_absent_or_not_text(tmp_path):
-    assert "absent.csv" in fault(open_csv, str(tmp_path / "absent.csv"))
-    (tmp_path / "x.csv").write_bytes(b"filepath\ttitle\n\xff\xfe\t\x80\n")
-    assert "x.csv" in fault(open_csv, str(tmp_path / "x.csv"))
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -222,37 +166,7 @@ def test_karpathy_faults(tmp_path, changes, words):
     assert all(word in message for word in [spec, *words]), message
 
 
-def test_karpathy_folder_split_and_format(tmp_path):
-    spec = karpathy(tmp_path)
-    assert "nowhere" in fault(open_karpathy, spec, image_root=str(tmp_path / "nowhere"))
-    message = fault(open_karpathy, spec, split="dev")
-    assert "'dev'" in message and "restval, test, train, val" in message
-    (tmp_path / "bad.json").write_text("{")
-    assert "bad.json" in fault(open_karpathy, str(tmp_path / "bad.json"))
-    (tmp_path / "list.json").write_text("[1]")
-    assert "'images'" in fault(open_karpathy, str(tmp_path / "list.json"))
-
-
-def test_items_without_captions_are_refused_wherever_they_come_from():
-    message = fault(ItemSource, [Item("x", (), Image.Image)], name="plugin")
-    assert message == "plugin: none of 1 images can be used; image 'x': it has no captions"
-
-
 # how an epoch is dealt
-
-
-def test_epochs_and_seeds_differ_in_order_and_in_captions_and_repeat():
-    data = source()
-    first = dealt(data)
-    assert first == dealt(data)
-    for other in (dealt(data, epoch=1), dealt(data, seed=4)):
-        assert [text.split("-")[0] for text in first] != [text.split("-")[0] for text in other]
-        assert set(first) != set(other)  # other captions drawn
-
-
-def test_all_captions_are_drawn_about_equally_often():
-    drawn = Counter(text.split("-")[1] for epoch in range(30) for text in dealt(source(), epoch=epoch))
-    assert all(170 < count < 290 for count in drawn.values()) and len(drawn) == 3  # 230 expected, sigma 12
 
 
 def test_evaluation_order():
@@ -273,26 +187,6 @@ def test_open_source_guesses_and_refuses(tmp_path):
     assert "csv_seperator" in message and "csv_separator" in message
     assert "picture.gif" in fault(open_source, "picture.gif")
     assert "parquet" in fault(open_source, spec, "parquet")
-
-
-def test_open_source_wraps_a_sequence():
-    data = open_source("scenes", split="val", count=5)
-    assert isinstance(data, ItemSource) and data.num_images == 5 and "val" in data.name
-
-
-def test_mode_of_captions_is_checked():
-    assert "'some'" in fault(source().samples, "some")
-
-
-def test_a_long_field_is_named_for_what_it_is(tmp_path):
-    """Region features have one in the first line, which a table of captions has not."""
-    path = tmp_path / "regions.tsv"
-    path.write_text("1.jpg\t640\t" + "A" * 200_000 + "\n")
-    assert "first line has a field of 200,000 characters" in (message := fault(open_csv, str(path))) and "--regions" in message
-    for field in ("A" * 200_000, '"' + "A" * 200_000):
-        path.write_text("filepath\ttitle\n1.jpg\t" + field + "\n2.jpg\tfine\n")
-        bad, good = (item for _, item in open_csv(str(path)).items())
-        assert str(bad.fault).startswith("line 2: it has a caption of over 20,000 characters") and good.fault is None
 
 
 def test_every_reader_declares_its_options_once():

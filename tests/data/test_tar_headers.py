@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coder_plugin.data.tars import CheckedTarInfo
@@ -20,7 +20,6 @@ def read(kind: type[tarfile.TarInfo], block: bytes) -> object:
     return header.name, header.size, header.type
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=140),
     size=st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 40)),

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.ops import roi_pool
 
-from coder_plugin.detectors.c4 import C4, Network, anchors
+from coder_plugin.detectors.c4 import C4, anchors
 from coder_plugin.errors import CoderError
 
 SMALL = {"image_size": 64, "max_size": 100, "proposals": 8}
@@ -68,27 +68,12 @@ def test_pixels_are_blue_green_red_less_their_means(small):
     assert seen[0][0, :, 5, 5].tolist() == pytest.approx(expected, abs=1e-3)
 
 
-def test_strides_and_dilation():
-    net = Network(classes=3, attributes=0, proposals=5)
-    assert net.trunk.layer3[0].conv1.stride == (2, 2) and net.trunk.layer3[0].conv2.stride == (1, 1)
-    assert [block.conv2.dilation for block in net.res5] == [(2, 2)] * 3
-    assert len(net.trunk.layer3) == 23
-
-
 def test_anchors_are_py_faster_rcnns():
     inclusive = (anchors() - torch.tensor([0, 0, 1, 1])).tolist()
     known = [[-84, -40, 99, 55], [-176, -88, 191, 103], [-56, -56, 71, 71], [-248, -248, 263, 263], [-36, -80, 51, 95]]
     assert len(inclusive) == 12 and all(box in inclusive for box in known)
     # proportion by proportion, the scales of one in a row
     assert [box[2] - box[0] + 1 for box in inclusive[:4]] == [92, 184, 368, 736]
-
-
-def test_weights_with_attributes(tmp_path):
-    torch.manual_seed(0)
-    torch.save(Network(classes=12, attributes=6, proposals=8).state_dict(), tmp_path / "weights.pth")
-    regions = C4(weights=str(tmp_path / "weights.pth"), **SMALL)(PICTURES[:1])[0]
-    assert regions.extras["attrs_id"].max() < 5 and regions.extras["objects_id"].max() < 11
-    assert ((regions.extras["attrs_conf"] > 0) & (regions.extras["attrs_conf"] < 1)).all()
 
 
 def test_bad_options(tmp_path):

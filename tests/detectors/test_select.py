@@ -7,11 +7,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.detectors import select as module
-from coder_plugin.detectors.select import Choice, at_least_one, select, to_regions
+from coder_plugin.detectors.select import Choice, select, to_regions
 from coder_plugin.errors import CoderError
 from tests.references.select import select as by_class
 
@@ -39,7 +39,6 @@ def slow(scores: np.ndarray, boxes: np.ndarray, choice: Choice) -> list[tuple[in
     ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     proposals=st.integers(1, 14),
@@ -65,7 +64,6 @@ def same(scores: torch.Tensor, boxes: torch.Tensor, choice: Choice) -> bool:
     return all(map(torch.equal, select(scores, boxes, choice), by_class(scores, boxes, choice)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     proposals=st.integers(1, 50),
@@ -93,17 +91,6 @@ def test_equals_suppression_class_by_class(seed, proposals, classes, choice, sha
         assert same(scores, boxes[:, 0] if shared else boxes, choice)
 
 
-@pytest.mark.parametrize(("proposals", "classes", "shared"), [(300, 400, True), (1000, 90, False)])
-@pytest.mark.parametrize("choice", [Choice(), Choice(100, 0.3, 0.2)])
-def test_the_same_at_a_detectors_sizes(proposals, classes, shared, choice):
-    draw = torch.Generator().manual_seed(0)
-    corners = torch.rand(proposals, 1 if shared else classes, 2, generator=draw) * 600
-    boxes = torch.cat([corners, corners + 20 + 250 * torch.rand(corners.shape, generator=draw)], -1)
-    logits = torch.randn(proposals, classes, generator=draw)
-    logits[: proposals // 3, :12] += 6 * torch.rand(proposals // 3, 12, generator=draw)
-    assert same(logits.softmax(-1), boxes[:, 0] if shared else boxes, choice)
-
-
 def test_few_pairs_are_looked_at_where_many_proposals_survive():
     """The cost is of the pairs that can be chosen, not of all 300 x 1600."""
     draw = torch.Generator().manual_seed(0)
@@ -121,19 +108,6 @@ def test_scores_that_are_no_numbers_are_an_error(number):
     scores[1, 2] = number
     with pytest.raises(ValueError, match="scores contain NaN or infinite"):
         select(scores, torch.rand(3, 4), Choice())
-
-
-def test_a_proposal_suppressed_in_its_best_class_counts_by_the_next():
-    boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 9], [20, 20, 30, 30]])
-    scores = torch.tensor([[0.9, 0.1], [0.8, 0.15], [0.3, 0.2]])
-    chosen, classes, conf = select(scores, boxes, Choice())
-    assert chosen.tolist() == [0, 2, 1] and classes.tolist() == [0, 0, 1]
-    assert conf.tolist() == pytest.approx([0.9, 0.3, 0.15])
-
-
-def test_one_that_suppresss_no_class_is_no_region():
-    boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 9]])
-    assert select(torch.tensor([[0.9], [0.8]]), boxes, Choice())[0].tolist() == [0]
 
 
 def test_ten_to_a_hundred():
@@ -156,12 +130,6 @@ def test_boxes_are_scaled_to_the_pictures_own_pixels():
     )
     assert regions.boxes.tolist() == [[100, 40, 400, 100]]
     assert regions.extras["objects_id"].dtype == np.int64 and regions.extras["objects_conf"].dtype == np.float32
-
-
-def test_a_picture_without_proposals_is_one_region():
-    there = torch.ones(2, 4)
-    found = at_least_one([there, torch.empty(0, 4)], [(5, 6), (30, 40)])
-    assert found[0] is there and found[1].tolist() == [[0, 0, 40, 30]]
 
 
 @pytest.mark.parametrize("option", [{"regions": 0}, {"min_regions": 0}, {"nms": 1.5}, {"min_score": -0.1}])

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from coder_plugin.detectors.base import pixels
 from coder_plugin.detectors.global_features import WithGlobal
-from coder_plugin.detectors.timm_ import Squash, Timm, Trunk, boxes
+from coder_plugin.detectors.timm_ import Timm, Trunk
 from coder_plugin.errors import CoderError
 
 RESNET = "test_resnet.r160_in1k"
@@ -49,13 +48,6 @@ def test_cells_are_the_final_map_from_the_top_left_to_right():
     assert regions.features.dtype == np.float32 and regions.size == (50, 40)
 
 
-def test_mean_and_std_can_be_given():
-    detector = grid(image_size=64, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.6, 0.7])
-    image = picture()
-    expected = by_hand(detector, image, 64, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]).flatten(1).T
-    torch.testing.assert_close(torch.from_numpy(detector([image])[0].features), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_grid_pools_the_map():
     images = [picture(), picture(33)]
     whole, pooled = grid(image_size=160)(images), grid(image_size=160, grid=2)(images)
@@ -65,17 +57,6 @@ def test_grid_pools_the_map():
         expected = F.adaptive_avg_pool2d(cells, 2).flatten(1).T
         torch.testing.assert_close(torch.from_numpy(b.features), expected, rtol=1e-5, atol=1e-5)
     assert pooled[0].boxes.tolist() == [[0, 0, 25, 20], [25, 0, 50, 20], [0, 20, 25, 40], [25, 20, 50, 40]]
-
-
-@pytest.mark.parametrize("size", [(640, 480), (7, 500), (1, 1)])
-def test_boxes_tile_the_picture(size):
-    cells = boxes(3, 5, size).astype(np.float64)
-    assert cells[0, :2].tolist() == [0, 0] and cells[-1, 2:].tolist() == list(size)
-    assert ((cells[:, 2] - cells[:, 0]) * (cells[:, 3] - cells[:, 1])).sum() == pytest.approx(
-        size[0] * size[1], rel=1e-5
-    )
-    np.testing.assert_array_equal(cells[0, 2], cells[1, 0])
-    np.testing.assert_array_equal(cells[0, 3], cells[5, 1])
 
 
 def test_the_effect_of_a_corner_is_in_its_cell():
@@ -88,13 +69,6 @@ def test_the_effect_of_a_corner_is_in_its_cell():
     assert box[2] == 160 and box[1] == 0
 
 
-@pytest.mark.parametrize("model", ["test_vit.r160_in1k", "test_efficientnet.r160_in1k"])
-def test_other_families(model):
-    regions = grid(model, image_size=96)([picture()])[0]
-    assert int(len(regions) ** 0.5) ** 2 == len(regions)
-    assert regions.boxes[-1, 2:].tolist() == [50, 40]
-
-
 def test_a_transformers_tokens_without_its_prefix():
     detector = grid("test_vit.r160_in1k", image_size=96)
     prepared = [detector.preprocess(picture())]
@@ -103,15 +77,6 @@ def test_a_transformers_tokens_without_its_prefix():
     prefix = detector.trunk.model.num_prefix_tokens
     assert prefix > 0
     np.testing.assert_array_equal(detector.detect(prepared)[0].features, tokens[prefix:].numpy())
-
-
-def test_a_map_with_channels_last():
-    detector = grid("swin_tiny_patch4_window7_224", image_size=224)
-    prepared = [detector.preprocess(picture())]
-    with torch.inference_mode():
-        tokens = detector.trunk.tokens(prepared)[0]
-    assert tokens.shape == (7, 7, detector.width) == (7, 7, 768)
-    np.testing.assert_array_equal(detector.detect(prepared)[0].features, tokens.flatten(0, 1).numpy())
 
 
 def test_weights_by_name_by_order_and_without_a_classifier(tmp_path):
@@ -153,12 +118,6 @@ def test_a_whole_image_feature_beside_the_regions():
         expected = trunk.pooled([trunk.preprocess(image)])[0]
         np.testing.assert_allclose(results[number].global_feature, expected, rtol=1e-4, atol=1e-5)
     assert detector.width == plain.width and detector.checksum() not in (plain.checksum(), "")
-
-
-def test_preprocessing_keeps_the_pictures_size_and_mode():
-    assert Squash(8, 6)(Image.new("L", (50, 40))).pixels.shape == (6, 8, 3)
-    assert Squash(8, 6)(Image.new("RGBA", (50, 40))).size == (50, 40)
-    assert pixels(Image.new("P", (5, 4))).pixels.shape == (4, 5, 3)
 
 
 @pytest.mark.parametrize(

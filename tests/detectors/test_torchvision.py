@@ -86,20 +86,6 @@ def test_features_are_the_box_heads(random, results):
         assert (np.abs(rows - row).max(1) < 1e-4).any()
 
 
-def test_the_models_transform_runs_once(random, monkeypatch):
-    calls = []
-    forward = random.model.transform.forward
-    monkeypatch.setattr(random.model.transform, "forward", lambda *given: calls.append(1) or forward(*given))
-    random(PICTURES)
-    assert calls == [1]
-
-
-def test_the_same_batch_gives_the_same_numbers(random, results):
-    for a, b in zip(results, random(PICTURES), strict=True):
-        np.testing.assert_array_equal(a.features, b.features)
-        np.testing.assert_array_equal(a.boxes, b.boxes)
-
-
 def test_weights_of_another_number_of_classes(tmp_path):
     torch.manual_seed(7)
     model = get_model(MODEL, weights=None, weights_backbone=None, num_classes=5)
@@ -115,16 +101,6 @@ def test_another_models_weights_are_refused(tmp_path):
     torch.save({"roi_heads.other": torch.zeros(1)}, tmp_path / "weights.pth")
     with pytest.raises(CoderError, match=r"missing \(.*unknown \(roi_heads.other\)"):
         detector(weights=str(tmp_path / "weights.pth"))
-
-
-def test_a_download_that_fails_is_told_of(monkeypatch):
-    def unreachable(name, weights):
-        assert weights == "DEFAULT"
-        raise OSError("no route to host")
-
-    monkeypatch.setattr("torchvision.models.get_model", unreachable)
-    with pytest.raises(CoderError, match="no route to host; give --weights FILE"):
-        TorchVision(model=MODEL, weights="default")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from PIL import Image
 
 from coder_plugin.data.item import Item
 from coder_plugin.doctor import data as module
-from coder_plugin.doctor.data import Split, check_lengths, look_at
+from coder_plugin.doctor.data import look_at
 from tests.doctor import made
 from tests.doctor.made import amiss, encoded, examine, picture, sample
 
@@ -83,12 +83,6 @@ def test_a_planted_fault_is_found_and_nothing_else(tmp_path: Path, fault: str) -
         assert text in found[name].text
 
 
-def test_the_same_sample_twice(tmp_path: Path) -> None:
-    found = plant(tmp_path, x1=sample(3))
-    assert list(found) == ["train.ids.repeated"] and found["train.ids.repeated"].level == "warning"
-    assert "list 'captions'" in found["train.ids.repeated"].do
-
-
 def test_an_image_of_both_splits_under_one_id(tmp_path: Path) -> None:
     found = plant(tmp_path, x1=sample(503))
     assert found.keys() == {"leak.ids", "leak.captions", "leak.pictures"}
@@ -103,11 +97,6 @@ def test_a_shard_that_stops_in_the_middle(tmp_path: Path) -> None:
     wrong = amiss(found)
     assert list(wrong) == ["train.broken"] and wrong["train.broken"].level == "problem"
     assert str(path) in wrong["train.broken"].text and "train-0" not in wrong["train.broken"].text
-
-
-def test_blank_pictures_are_told_of_once(tmp_path: Path) -> None:
-    blank = encoded(Image.new("RGB", (90, 90), (9, 8, 7)))
-    assert list(plant(tmp_path, a=sample(50, jpg=blank), b=sample(51, jpg=blank))) == ["train.pictures.blank"]
 
 
 def test_no_leak_is_said_only_where_there_is_none(tmp_path: Path) -> None:
@@ -153,14 +142,6 @@ def test_only_a_sample_of_large_data_is_decoded(tmp_path: Path, monkeypatch: pyt
     assert amiss(examine(whole=True, **flags)) == {}
 
 
-def test_a_sample_is_spread_over_the_data_and_repeats() -> None:
-    data = Split("train", None, items=list(range(100)))  # type: ignore[arg-type]
-    for seed in range(5):
-        drawn = data.sample(10, seed)
-        assert [number // 10 for number in drawn] == list(range(10)) and drawn == data.sample(10, seed)
-    assert data.sample(10, 0) != data.sample(10, 1) and data.sample(100, 0) == data.items
-
-
 def test_nothing_is_fetched_and_no_command_is_run(tmp_path: Path) -> None:
     local = made.write_split(tmp_path, "train", 0).replace("{0..1}", "0")
     for train in (f"{local}::https://example.org/more-0.tar", f"pipe:touch {tmp_path}/ran; cat {local}", "s3://a/{0..1}.tar"):
@@ -201,17 +182,6 @@ def named(pairs: list[tuple[module.Look, module.Look]]) -> list[tuple[str, str]]
     return [(a.key, b.key) for a, b in pairs]
 
 
-def test_each_of_many_copies_is_reported_once() -> None:
-    """All pairs of a series grow with its square."""
-    shades = [Image.eval(picture(5), lambda value, n=n: value // 2 + n) for n in range(60)]  # type: ignore[misc]
-    series = [look(str(n), image) for n, image in enumerate([picture(6), *shades])]
-    assert named(module._copies(series, series, within=True)) == [("1", str(n)) for n in range(2, 61)]
-    assert module._copies([dataclasses.replace(each, key="one") for each in series], series[:0], within=True) == []
-    assert named(module._copies(series, series[1:3])) == [("2", "1"), ("1", "2")], "not with equal pixels"
-    same = [dataclasses.replace(each, key="one") for each in series]
-    assert module._copies(same, same, within=True) == [], "of one key"
-
-
 def test_pictures_that_are_no_copies() -> None:
     ours = [look("a", picture(1)), look("b", picture(2)), look("d", picture(3))]
     brighter = look("e", Image.eval(picture(2), lambda value: min(255, value + 4)))
@@ -224,17 +194,3 @@ def test_pictures_that_are_no_copies() -> None:
     assert 0.3 < float(half.small @ ours[1].small) < 0.97
     assert module._copies([dataclasses.replace(half, bits=ours[1].bits)], [ours[1]]) == [], "equal hashes are not enough"
     assert not look("i", Image.new("RGB", (9, 9), "red")).small.any() and look("j", picture(1)).small.any()
-
-
-def test_lengths_are_asked_of_the_tokenizer_alone() -> None:
-    import torch
-
-    known: dict[str, int] = {}
-
-    def tokenizer(texts: list[str]) -> torch.Tensor:
-        rows = [[known.setdefault(word, len(known) + 1) for word in text.split()][:5] for text in texts]
-        return torch.tensor([row + [0] * (5 - len(row)) for row in rows])
-
-    data = Split("val", None, items=[Item("a", ("one two three", "one two three four five six"), lambda: None)])  # type: ignore
-    (found,) = check_lengths(data, tokenizer)
-    assert found.name == "val.captions.long" and "1 of 2" in found.text

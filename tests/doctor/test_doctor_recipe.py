@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import write_shard
-from tests.conftest import TINY
 from tests.doctor import made
 from tests.doctor.made import amiss, examine
 from tests.training import region_data
@@ -61,16 +59,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.parametrize("text", [{"hf_model_name": "nobody/nothing"}, {"hf_tokenizer_name": "nobody/nothing"}])
-def test_what_a_hub_has_is_not_looked_at(train: str, tmp_path: Path, offline: None, text: dict[str, str]) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "text_cfg": {**TINY["text_cfg"], **text}}))
-    flags = {"train_data": train, "loss": "triplet", "batch_size": 4, "cache_dir": str(tmp_path)}
-    found = examine(**flags, model=str(tmp_path / "tiny.json"))
-    assert amiss(found).keys() == {"recipe.absent"}, "the run would not stop"
-    assert "recipe.model" not in {each.name for each in found}
-    assert amiss(examine(**flags, model="hf-hub:nobody/nothing")).keys() == {"recipe.absent"}
-
-
 def test_an_encoder_that_no_hub_has_is_refused(tmp_path: Path, offline: None) -> None:
     flags = {"train_data": write_regions(tmp_path / "a"), "model": "region-bert", "loss": "dcl", "batch_size": 4}
     flags["cache_dir"] = str(tmp_path)
@@ -95,13 +83,6 @@ def write_regions(folder: Path, change: Any = None, split: str = "train") -> str
         records[3] = records[3]._replace(regions=change(records[3].regions))
     write(str(folder), iter(records), split=split)
     return str(folder / f"{split}-*.tar")
-
-
-def test_clean_regions(tmp_path: Path) -> None:
-    found = examine(train_data=write_regions(tmp_path / "a"), val_data=write_regions(tmp_path / "b", split="dev"))
-    assert amiss(found) == {}
-    told = {each.name: each.text for each in found}
-    assert told["train.pictures"] == "12 of 12 regions read"
 
 
 def test_regions_of_nan_cannot_be_read(tmp_path: Path) -> None:
@@ -138,7 +119,3 @@ def test_a_region_model_for_other_regions(tmp_path: Path) -> None:
     assert "image_pooling=gpo" in found["recipe.refused"].text, "what the loss asks of the model counts, too"
     found = amiss(examine(**{**flags, "model": "ViT-B-32"}))
     assert "region-bert" in found["recipe.refused"].text
-
-
-def test_no_model(train: str) -> None:
-    assert list(amiss(examine(train_data=train, loss="clip"))) == ["recipe.model"]

@@ -14,7 +14,6 @@ from coder_plugin.cli import main
 from coder_plugin.doctor import run
 from coder_plugin.doctor.findings import Finding, guarded
 from coder_plugin.errors import CoderError
-from coder_plugin.training.finite import not_finite
 from tests.doctor import made
 from tests.doctor.made import amiss
 
@@ -97,13 +96,6 @@ def test_damaged_exports(copy: Path) -> None:
     assert amiss(guarded("run", run.check_exports, copy)).keys() == {"run.exports"}
 
 
-def test_an_attention_mask_alone_holds_infinity() -> None:
-    masked, sound = torch.tensor([0.0, -torch.inf]), torch.arange(3)
-    assert not_finite({"attn_mask": masked, "text.attn_mask": masked, "ids": sound}) == []
-    lost = {"ln.weight": masked, "bias": -masked, "scale": torch.tensor(torch.nan), "ids": sound}
-    assert not_finite(lost) == ["ln.weight", "bias", "scale"]
-
-
 def test_an_export_that_asks_a_hub(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -150,12 +142,6 @@ def recall(*sums: float, images: int = 1000) -> list[dict[str, Any]]:
         {"step": 30 + epoch, "val/rsum": value, "val/images": images, "val/epoch": epoch}
         for epoch, value in enumerate(sums, 1)
     ]
-
-
-def test_a_sound_log(tmp_path: Path) -> None:
-    assert log(tmp_path / "run", [*steps(), *recall(100, 200, 199)]) == {}
-    found = guarded("run", run.check_log, tmp_path / "run")
-    assert {"run.loss", "run.recall", "run.health"} == {each.name for each in found}
 
 
 @pytest.mark.parametrize(
@@ -277,10 +263,3 @@ def test_a_run_s_configuration_names_its_data_and_recipe(
 def test_slips_are_told_of_in_one_line(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *flags]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_the_options_of_data_and_model_are_all_there() -> None:
-    from coder_plugin.cli.doctor import flags
-
-    wanted = set("train_data val_data image_root regions max_regions model pretrained loss concepts set".split())
-    assert wanted | {"workers", "batch_size", "logs", "lr"} <= set(flags()) and not {"wd", "resume", "dry_run"} & set(flags())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coder_plugin.data import open_source
-from coder_plugin.data.scenes import KINDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
 from coder_plugin.evaluation.breakdowns import OTHER, WORDS, breakdown, format_breakdowns, groups_of, kinds_of, wilson
@@ -49,15 +47,6 @@ def test_groups() -> None:
         groups_of("place", captions, owner, caption_names=["rich", "poor"])
     with pytest.raises(CoderError, match="by must be one of words, length, place, got 'colour'"):
         groups_of("colour", captions, owner)
-
-
-def test_the_scenes_kinds_are_what_they_say() -> None:
-    items = [item for _, item in open_source("scenes", split="val").items()][:40]
-    assert all(len(item.captions) == len(KINDS) for item in items)
-    tallies = [item.captions[KINDS.index("tally")] for item in items]
-    assert all("number" in kinds_of(text) for text in tallies)
-    glimpses, listings = ([item.captions[KINDS.index(kind)] for item in items] for kind in ("glimpse", "listing"))
-    assert max(map(len, glimpses)) < min(map(len, listings)) + 20 and all("colour" in kinds_of(text) for text in glimpses)
 
 
 def test_recall_of_kinds_against_a_loop() -> None:

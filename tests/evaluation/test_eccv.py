@@ -16,7 +16,7 @@ from coder_plugin.data import open_source
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import coco, eccv
-from coder_plugin.evaluation.multi_positive import Scores, pairs_of
+from coder_plugin.evaluation.multi_positive import Scores
 from tests.evaluation import coco_made
 
 
@@ -94,20 +94,6 @@ def test_the_order_of_the_data_does_not_matter(metrics: Any, numbers: coco.Numbe
     for truth, ways in got.items():
         for way, row in ways.items():
             assert row == pytest.approx(measured[1][truth][way], abs=0.021)
-
-
-def test_perfect_and_collapsed(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:
-    """A matrix by the benchmark's own positives gets all of them; equal scores get nothing, whatever the order."""
-    i2t = pairs_of(metrics.eccv_gts["i2t"], numbers.images, numbers.captions)
-    t2i = pairs_of(metrics.eccv_gts["t2i"], numbers.captions, numbers.images)
-    matrix = torch.zeros(5000, 25_000)
-    vectors = torch.zeros(5000, 1), torch.zeros(25_000, 1)
-    collapsed = eccv.eccv_caption(Scores(*vectors, matrix), numbers, metrics)
-    assert {value for truth in collapsed.values() for way in truth.values() for value in way.values()} == {0.0}
-    matrix[i2t[0], i2t[1]] = 1.0
-    matrix[t2i[1], t2i[0]] = 1.0
-    perfect = eccv.eccv_caption(Scores(*vectors, matrix), numbers, metrics)["eccv"]
-    assert perfect["i2t"]["r1"] == 100 and perfect["i2t"]["r_precision"] > 95  # t2i's pairs are not all among i2t's
 
 
 def test_the_data_sets_own_numbers(tmp_path: Path, benchmark: coco.Benchmark) -> None:

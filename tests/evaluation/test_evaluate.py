@@ -19,8 +19,7 @@ from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import compare, metrics, recall, recall_from_embeddings, rerank
-from coder_plugin.evaluation.evaluate import ensemble, evaluate, measure, positive_scores
-from coder_plugin.evaluation.sweep import sweep
+from coder_plugin.evaluation.evaluate import ensemble, evaluate, measure
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.pretrained.encode import Encoded, Encoder, Items
@@ -137,16 +136,6 @@ def test_figures_are_of_the_reranked_and_of_the_shortlist(data: str, encoded: En
     assert got["folds"]["folds"][1] == figures(expected)
 
 
-def test_all_pairs_is_the_whole_matrix(data: str, encoded: Encoded) -> None:
-    encoder, source = make_encoder(data)
-    got = evaluate(encoder, source, folds=2, rerank="all")
-    matrix = MeansScorer(encoded.items.images, encoded.items.texts).all_pairs()
-    assert got["rerank"] == "all" and figures(got) == figures(recall(matrix, encoded.image_of_text))
-    deep = evaluate(encoder, source, folds=2, rerank="120")
-    assert figures(deep) == figures(got) and deep["folds"] == got["folds"]
-    assert figures(evaluate(encoder, source)) == figures(evaluate(encoder, source, rerank=32))
-
-
 def test_ascls_own_head(data: str) -> None:
     """Its scorer reads the half-precision items; a shortlist of everything is the whole matrix, a short one is not."""
     encoder, source = make_encoder(data, fusion=False)
@@ -172,12 +161,6 @@ def test_without_a_fusion_score_nothing_is_added(data: str) -> None:
         encoder(source)
 
 
-def test_a_sweep_refuses_a_model_without_concepts(data: str) -> None:
-    encoder, source = make_encoder(data)
-    with pytest.raises(CoderError, match="no head"):
-        next(sweep(encoder, source, betas=[0.5]))
-
-
 @pytest.mark.parametrize("second", [True, False], ids=["two fusions", "a fusion and a dual encoder"])
 @pytest.mark.parametrize("depth", [7, None])
 def test_an_ensemble_means_scores(data: str, encoded: Encoded, second: bool, depth: int | None) -> None:
@@ -194,21 +177,6 @@ def test_an_ensemble_means_scores(data: str, encoded: Encoded, second: bool, dep
     vectors = [encoded.images, other.images], [encoded.texts, other.texts], encoded.image_of_text
     expected = rerank(*vectors, lambda i, t: matrix[i[:, :, None], t[:, None]], k=depth)
     assert figures(got) == pytest.approx(figures(expected))
-
-
-def test_numbers_beyond_float16_are_kept(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, source = make_encoder(data)
-    real = Means.text_item
-    calls: list[int] = []
-
-    def large(self: Means, known: dict[str, Tensor]) -> dict[str, Tensor]:
-        calls.append(1)
-        item = real(self, known)
-        return {**item, "tokens": item["tokens"] * 1e7} if len(calls) == 2 else item
-
-    monkeypatch.setattr(Means, "text_item", large)
-    tokens = encoder(source).items.texts["tokens"]
-    assert tokens.dtype == torch.float32 and tokens.isfinite().all() and tokens.abs().max() > 1e6
 
 
 def command(*, rerank: str | None = None, **flags: Any) -> dict[str, Any]:
@@ -261,13 +229,6 @@ def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, mon
     assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
     with pytest.raises(TypeError, match="not callable"):
         evaluate(encoder, source, rerank=19)
-
-
-def test_positive_scores_are_of_each_caption_with_its_image(encoded: Encoded) -> None:
-    scores = MeansScorer(encoded.items.images, encoded.items.texts).all_pairs()
-    want = torch.stack([scores[image, text] for text, image in enumerate(encoded.image_of_text.tolist())])
-    torch.testing.assert_close(positive_scores(encoded), want)
-    assert encoded.items.head.training  # as it was
 
 
 def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ def pairs(truth: dict[int, set[int]], queries: int, candidates: int) -> Tensor:
     return pairs_of(truth, range(queries), range(candidates))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(12, 25), st.integers(0, 10**6), st.booleans())
 def test_as_one_place_at_a_time(queries: int, candidates: int, seed: int, own: bool) -> None:
     queries = candidates if own else queries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +24,7 @@ from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft
 from coder_plugin.evaluation.benchmarks import Benchmarks, match_data
-from coder_plugin.evaluation.zero_shot import format_zero_shot, read_classes, read_templates, zero_shot
+from coder_plugin.evaluation.zero_shot import read_classes, read_templates, zero_shot
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoder
@@ -139,14 +138,6 @@ def test_places_and_templates_of_any_length(tiny_model: str, folder: str, tmp_pa
     assert [each["top1"] for each in got["per_class"].values()] == [100.0, *6 * [0.0]]
 
 
-def test_vectors_that_hold_more_than_the_towers(tiny_model: str, folder: str) -> None:
-    got = zero_shot(make_encoder(tiny_model, loss=concepts(), inference=True), read_classes(folder, None, "simple"))
-    assert got["vectors"].keys() == got["towers"].keys()
-    table = format_zero_shot({"a": {"i2t_r1": 1.0, "t2i_r1": 2.0, "rsum": 3.0, "zero_shot": got}})
-    assert "CLIP top-1" in table and "vectors top-1" in table
-    assert table.endswith("13 pictures of 7 classes, 7 templates, chance 14.3 %")
-
-
 def test_names_and_templates(folder: str, tmp_path: Path) -> None:
     named = tmp_path / "names.txt"
     named.write_text("\n".join(f"{name}\tthe colour {number}" for number, name in enumerate(COLOURS)) + "\nanother\tunused\n")
@@ -212,25 +203,6 @@ def test_between_is_the_weighted_sum_and_exact_at_the_ends(models: dict[str, Any
             else:
                 torch.testing.assert_close(value, (1 - alpha) * base[name] + alpha * whole[name])
     assert int(tuned.steps) == 7 and tuned.logit_scale.item() == pytest.approx(whole["logit_scale"].item())
-
-
-def test_between_models_that_are_not_alike(models: dict[str, Any]) -> None:
-    base = wise_ft.plain_weights(models["base"])
-    tuned = models["tuned"].model
-    with pytest.raises(CoderError, match="architecture: 1 weights differ in name or shape, such as positional_embedding"):
-        wise_ft.Interpolation(tuned, {**base, "positional_embedding": torch.zeros(3, 3)})
-    with pytest.raises(CoderError, match="such as ln_final.bias"):
-        wise_ft.Interpolation(tuned, {name: value for name, value in base.items() if name != "ln_final.bias"})
-    wise_ft.Interpolation(tuned, {**base, "logit_bias": torch.zeros(())})
-
-
-def test_between_in_half_precision(models: dict[str, Any]) -> None:
-    """The sum is rounded once, when it is put into the model."""
-    base, tuned = wise_ft.plain_weights(models["base"]), copy.deepcopy(models["tuned"].model).bfloat16()
-    halves = wise_ft.plain_weights(tuned)
-    wise_ft.Interpolation(tuned, base).set_alpha(0.25)
-    name = "positional_embedding"
-    assert torch.equal(tuned.state_dict()[name], torch.lerp(base[name], halves[name].float(), 0.25).bfloat16())
 
 
 # the command
@@ -318,44 +290,6 @@ def test_before_after_and_between(
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_run_that_began_with_nothing(runs: Path, folder: str, few: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    [only] = rows([str(runs / "before"), "--zeroshot", folder, "--templates", "simple", *few], capsys)
-    assert only["zero_shot"]["images"] == 13
-    assert main(["eval", str(runs / "before"), "--export", "last", "--wise-ft", "0.5"]) == 2
-    assert "name it with --base" in capsys.readouterr().err
-    got = rows([str(runs / "before"), "--base", str(runs / "after/export/last"), "--wise-ft", "0.5", *few], capsys)
-    assert len(got) == 3
-
-
-def test_weights_that_are_no_run(runs: Path, tiny_model: str, few: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    ends = [str(runs / name / "export/last" / WEIGHTS) for name in ("before", "after")]
-    flags = ["--model", tiny_model, "--base", ends[0], *few]
-    got = rows([*flags, "--pretrained", ends[1], "--wise-ft", "0.5"], capsys)
-    run = rows([str(runs / "after"), "--wise-ft", "0.5", *few], capsys)
-    assert [row["rsum"] for row in got] == [row["rsum"] for row in run]
-    assert main(["eval", *flags, "--wise-ft", "0.5"]) == 2
-    assert "which nothing names: give a run" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written(
-    runs: Path, few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = [str(runs / "after"), "--export", "last", "--workers", "0", *few]
-    (tmp_path / "file").write_text("")
-    with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "__call__", lambda *_: pytest.fail("encoded before the folder was made"))
-        for folder in (tmp_path / "file", tmp_path / "file" / "in it"):
-            assert main(["eval", *run, "--wise-ft-save", "0.5", str(folder)]) == 2
-            assert f"--wise-ft-save {folder}: the folder cannot be made" in capsys.readouterr().err
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(wise_ft, "export_model", full)
-    assert main(["eval", *run, "--wise-ft-save", "0.5", str(tmp_path / "new")]) == 2
-    assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
-
-
 def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *got, mean = rows([str(runs / "before"), str(runs / "after"), "--by", "place", "words", "length"], capsys)
     assert mean["name"] == "mean of 2 runs" and mean["rsum"] == pytest.approx((got[0]["rsum"] + got[1]["rsum"]) / 2)
@@ -391,12 +325,6 @@ def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, caps
         assert main(["eval", *arguments]) == 2, arguments
         assert match in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-def test_eccv_of_other_data(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("eccv_caption", reason="the extra eccv is not installed")
-    assert main(["eval", str(runs / "after"), "--export", "last", "--eccv"]) == 2
-    assert "ECCV Caption is of COCO's Karpathy test split, and" in capsys.readouterr().err
 
 
 def on_ranks(name: str, folder: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -155,32 +154,3 @@ def test_a_setting_starts_from_the_model_of_its_base() -> None:
     assert "base" not in plan.rows_of("clip") and "coder-clip" not in plan.rows_of("regions-bigru")
     assert "ascl" in plan.rows_of("regions-bigru") and "ascl-fusion" not in plan.rows_of("regions-bigru")
     assert "ascl-fusion" in Plan("gpu").rows_of("regions-bigru")
-
-
-def test_an_unknown_row_or_setting_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import flickr8k_plan
-    from flickr8k import Plan
-
-    with monkeypatch.context() as patched:
-        patched.setattr(flickr8k_plan, "PLAN", tmp_path / "plan.toml")
-        flickr8k_plan.PLAN.write_text("[settings.one]\nlike = 'two'\n[settings.three]\n[rows]\n")
-        with pytest.raises(SystemExit, match="setting one is like two, which is none of one, three"):
-            Plan("cpu")
-
-    with pytest.raises(SystemExit, match="no setting bigru of size cpu in flickr8k.toml: one of regions-bigru, "):
-        Plan("cpu", ["bigru"])
-    with pytest.raises(SystemExit, match="no row clop in flickr8k.toml: one of base, clip, "):
-        Plan("cpu", rows=["clop"])
-    with pytest.raises(SystemExit, match="no table z in flickr8k.toml"):
-        Plan("cpu", tables=["a", "z"])
-    assert Plan("cpu", rows=["coder", "dcl", "m_dcl"]).chosen == ["dcl", "m_dcl", "coder"]
-    assert Plan("cpu", rows=["coder", "dcl"], tables=["h"]).rows_of("clip") == ["dcl"]
-    assert Plan("cpu", rows=["coder", "dcl"], tables=["g"]).rows_of("frozen-ascl") == ["dcl", "coder"]  # its table there
-
-
-def test_a_row_whose_options_are_not_chosen_yet_names_the_other(tmp_path: Path) -> None:
-    import flickr8k
-
-    chosen = {"work": tmp_path, "size": "cpu", "settings": ["regions-bigru"], "rows": ["coder"], "tables": []}
-    with pytest.raises(SystemExit, match="row coder takes over options of another row: .* dcl-.* is not trained yet; "):
-        flickr8k.run(SimpleNamespace(**chosen, results=None, threads=1, jobs=1))

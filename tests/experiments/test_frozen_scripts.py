@@ -20,6 +20,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_ascl_on_cached_words(tmp_path: Path) -> None:
     import frozen_ascl
 
@@ -165,22 +166,7 @@ def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.Ca
         assert float(line.split("smallest cosine ")[1].split(",")[0]) > 0.99
 
 
-@pytest.mark.parametrize("test", [(60, 2), None])
-def test_pooled_features_of_all_splits_are_cached(tmp_path: Path, test: tuple[int, int] | None) -> None:
-    import frozen_towers
-    from flickr8k_prepare import has_split
-
-    numbers = {"train": (0, 6), "val": (20, 8), **({"test": test} if test else {})}
-    towers, data = towers_and_data(tmp_path, numbers)
-    cache = tmp_path / "frozen.pt"
-    frozen_towers.main(["cache", str(cache), *towers, *data, "--threads", str(torch.get_num_threads())])
-    splits = torch.load(cache, weights_only=True)
-    images = {name: len(split["images"]) for name, split in splits.items()}
-    assert images == {name: count for name, (_, count) in numbers.items()}
-    assert has_split(cache, "test") == (test is not None) and has_split(cache, "val")
-    assert len({key for split in splits.values() for key in split["keys"]}) == sum(count for _, count in numbers.values())
-
-
+@pytest.mark.slow
 def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
     import frozen_selfalign
 

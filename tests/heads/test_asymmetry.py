@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -116,8 +116,10 @@ def test_each_text_is_encoded_as_if_it_were_alone(model_of, name):
             assert flags.tolist() == (valid & (row != end)).tolist() and flags.any()
 
 
-@pytest.mark.parametrize("name", [*OPEN_CLIP, *OURS])
-@pytest.mark.parametrize("noise", ["shuffle", "gaussian", "token_cutoff", "feature_cutoff", "dropout", "mixture"])
+NOISES = ["shuffle", "gaussian", "token_cutoff", "feature_cutoff", "dropout", "mixture"]
+
+
+@pytest.mark.parametrize(("name", "noise"), [*zip([*OPEN_CLIP, *OURS], itertools.cycle(NOISES), strict=False)])
 @torch.no_grad()
 def test_noise_changes_the_texts_features_and_no_others(model_of, name, noise):
     model, image, text = model_of(name, "ascl + 0.1*dcl")
@@ -202,20 +204,6 @@ def test_noise_is_for_training_only_and_gone_after_an_error(model_of, name):
         close(model.eval().encode_text(text, normalize=True), wanted)
 
 
-def test_a_copy_noises_itself(model_of):
-    model, image, text = model_of("vit")
-    twin = copy.deepcopy(model)
-    twin.coder.heads["asymmetry"].noise = Zero()
-    twin.coder.attach(twin)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        zeroed = twin(image, text, text_positive=text)["coder_noised_features"]
-        torch.manual_seed(0)
-        kept = model(image, text, text_positive=text)
-    assert not torch.allclose(zeroed, kept["coder_noised_features"])
-    close(kept["coder_positive_features"], kept["text_features"])
-
-
 @pytest.mark.parametrize("name", ["vit", "siglip", "timm-resnet-bert", "region-bert", "region-bigru"])
 def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
     model, image, text = model_of(name)
@@ -289,17 +277,6 @@ def test_noise_at_the_output_is_of_the_fusions_words(make):  # noqa: F811
         create_loss(objective, model=make("vit", objective))
 
 
-def test_positives_of_another_shape_are_refused(model_of):
-    model, image, text = model_of("vit")
-    with pytest.raises(ValueError, match=r"text_positive must have text's shape \(3, \d+\), got \(2, "):
-        model(image, text, text_positive=text[:2])
-
-
 def test_coca_is_refused_by_name(make):  # noqa: F811
     with pytest.raises(CoderError, match="test-coca.*generates captions"):
         make("coca", "ascl")
-
-
-def test_features_of_another_head_are_refused(make):  # noqa: F811
-    with pytest.raises(CoderError, match="generated texts have only the backbone's own features"):
-        make("vit", "ascl@concepts")

@@ -8,7 +8,6 @@ import pytest
 
 import coder_plugin
 from coder_plugin import registry
-from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head, TrainingFacts
 from coder_plugin.heads.capabilities import (
     AddsTexts,
@@ -59,21 +58,6 @@ def test_heads_are_asked_for_by_capability():
     heads = model.coder.heads
     assert [name for name, head in heads.items() if head.cacheable] == ["momentum"]
     assert not any((model.coder.reads_negatives, model.coder.encodes_negatives, model.coder.reads_tags))
-
-
-def test_a_later_stash_of_the_same_name_replaces_the_earlier_one():
-    written = []
-
-    class Notes(KeepsState):
-        def write(self, **values):
-            written.append(values)
-
-    head = Notes()
-    head.stash(a=1, b=2)
-    head.stash(b=3, c=4)
-    head.post_step()
-    head.post_step()
-    assert written == [{"a": 1, "b": 3, "c": 4}]
 
 
 def test_no_head_is_asked_for_by_name():
@@ -127,25 +111,3 @@ def test_values_that_a_head_has_no_place_for_are_not_dropped(name):
         head.post_step()
     head.post_step()
     assert int(head.steps) + 2 * int(getattr(head, "epoch", 0)) == 3, "steps are counted all the same"
-
-
-def test_the_vocabulary_from_data():
-    head = registry.load("heads", "concepts")
-    named = TrainingFacts(loss="coder", samples_per_epoch=1, concepts="words.json", on_scenes=True)
-    assert head.options_from_data({}, named) == {"vocabulary": "words.json"}
-    scenes = TrainingFacts(loss="coder", samples_per_epoch=1, on_scenes=True)
-    assert head.options_from_data({}, scenes) == {"vocabulary": "scenes"}
-    with pytest.raises(CoderError, match="both name a vocabulary"):
-        head.options_from_data({"vocabulary": "other.json"}, named)
-    with pytest.raises(CoderError, match='--loss "coder" needs a concept vocabulary: --concepts FILE'):
-        head.options_from_data({}, TrainingFacts(loss="coder", samples_per_epoch=1))
-
-
-def test_derived_options_are_declared():
-    assert {name: head.data_options for name, head in ours().items() if head.data_options} == {
-        "alignment": ("freeze_steps",),
-        "concepts": ("vocabulary",),
-        "progress": ("steps_per_epoch",),
-        "momentum": ("bank_size", "momentum"),
-        "prototypes": ("clusters", "recluster"),
-    }

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cosine_similarity, leaky_relu, normalize
 
 import coder_plugin
-from coder_plugin.backbones.gpo import GPO
 from coder_plugin.concepts.graph import concept_embedding, concept_graph
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_model
 
 WIDTHS = BackboneInfo(embed_dim=6, image_tokens=5, text_tokens=7)
 
@@ -159,29 +156,6 @@ def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
     assert all(p.grad is not None for p in model.coder.aggregators.parameters())
     with pytest.raises(CoderError, match="aggregator must be one of tower, gpo, gpo-mlp"):
         coder_plugin.create_model(tiny_model, aggregator="mean")
-
-
-@pytest.mark.parametrize(("aggregator", "layers"), [("gpo", 0), ("gpo-mlp", 2)])
-def test_the_aggregators_decoder(tiny_model, tmp_path, aggregator, layers):
-    """It is kept in an export, and by the momentum copy."""
-    model = coder_plugin.create_model(tiny_model, loss="m_dcl", aggregator=aggregator).eval()
-    modules = [*model.named_modules(), *model.coder.heads["momentum"].named_modules()]
-    pools = [module for name, module in modules if "aggregators" in name and isinstance(module, GPO)]
-    assert len(pools) == 4
-    assert {sum(isinstance(layer, nn.Linear) for layer in pool.score.children()) for pool in pools} == {layers}
-    export_model(model, tmp_path)
-    opened = coder_plugin.load_model(tmp_path, device="cpu")
-    assert opened.coder.aggregator == aggregator
-    assert torch.equal(opened.embed_image(batch()["image"]), model.embed_image(batch()["image"]))
-
-
-def test_the_text_querys_decoder():
-    """A perceptron as printed, float64 as any GPO; any other name is an error."""
-    pool = Concepts(WIDTHS, decoder="mlp").text_pool
-    assert [type(layer).__name__ for layer in pool.score] == ["Linear", "ReLU", "Linear"]
-    assert isinstance(Concepts(WIDTHS).text_pool.score, nn.Linear)
-    with pytest.raises(ValueError, match="decoder must be 'linear' or 'mlp', got 'rnn'"):
-        Concepts(WIDTHS, decoder="rnn")
 
 
 def test_inference_builds_what_scores_and_nothing_else(tiny_model):

@@ -211,12 +211,6 @@ def test_an_attention_to_few_of_many_concepts_is_said_once(caplog):
     assert len(caplog.records) == 1
 
 
-def test_one_sample_has_no_spread():
-    module = head(norm="none").train()
-    module(**inputs(1))
-    assert module.health() == {}
-
-
 def over_ranks() -> tuple[list[Tensor], dict[str, float]]:
     """Both embeddings of all ranks, BatchNorm's running mean, and the gradients as DDP averages them; the log's figures."""
     module = head(tower_gradient=1.0).train()

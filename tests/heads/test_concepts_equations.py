@@ -117,8 +117,3 @@ def test_a_matrix_is_for_one_modality(head: Concepts, side: str) -> None:
                 read(name).square()[:, 0].sum(), [getattr(head, f"{side}_weight")], allow_unused=True
             )
             assert (gradient is not None and gradient.abs().max() > 1e-6) == moves
-
-
-def test_both_matrices_start_as_the_identity(head: Concepts) -> None:
-    assert torch.equal(head.image_weight, torch.eye(4)) and torch.equal(head.text_weight, torch.eye(4))
-    assert head.image_weight is not head.text_weight

@@ -29,14 +29,6 @@ def test_a_clips_fusion_compares_patches_and_words_in_the_joint_space(make):  # 
             torch.testing.assert_close(scores[i, j], want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_start_that_a_tower_without_causal_attention_reads_counts(make):  # noqa: F811
-    model = make("timm-resnet-bert", "ascl(similarity=fusion)").eval()
-    _, text = batch("timm-resnet-bert")
-    with torch.no_grad():
-        mask = model.coder.heads["fusion"].text_item(model.describe_text(text))["mask"]
-    assert mask[:, 0].all() and torch.equal(mask, (text != 0)[:, : mask.shape[1]])
-
-
 @pytest.mark.parametrize("name", ["vit", "resnet", "timm-convnext", "siglip", "vit-average"])
 def test_gradients_of_the_fused_score_reach_the_towers_projections(make, name):  # noqa: F811
     model = make(name, "triplet(similarity=fusion)").train()

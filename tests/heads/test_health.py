@@ -6,17 +6,7 @@ import torch
 import coder_plugin
 from coder_plugin.heads.alignment import Alignment
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
-
-
-def test_state_without_figures():
-    assert KeepsState().health() == {}
-
-
-def test_a_fresh_momentum_head_is_empty_and_not_behind():
-    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
-    assert model.coder.health() == {"momentum/filled": 0.0, "momentum/drift": 0.0}
 
 
 def test_momentum_figures():
@@ -56,8 +46,3 @@ def test_alignment_figures():
     assert head.health() == {}
     head.post_step()
     assert head.health() == {"divergence": 0.25, "entropy": 1.25}
-
-
-def test_health_names_its_head():
-    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
-    assert all(name.startswith("momentum/") for name in model.coder.health())

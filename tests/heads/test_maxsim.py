@@ -11,7 +11,6 @@ import coder_plugin
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.maxsim import MaxSim, maxsim
 from coder_plugin.heads.rerankers import make_reranker, parse_reranker, required_keys
 from coder_plugin.pretrained.encode import _to_half
@@ -54,26 +53,6 @@ def test_scores_of_shortlists_and_of_all_pairs(direction, memory, local_weight):
     image_index, text_index = torch.tensor([[0, 3], [6, 6], [1, 2]]), torch.tensor([[8], [0], [4]])
     pairs = halves(image_index, text_index)
     torch.testing.assert_close(pairs[:, :, 0], want[image_index, text_index], atol=1e-3, rtol=1e-3)
-
-
-def test_the_best_of_an_images_features_counts():
-    features, whole = items()
-    views = torch.stack([whole["image_features"], whole["image_features"].flip(0)], 1)
-    head = MaxSim(SIZES, local_weight=0)
-    scorer = head.scorer(head.image_item({**features, "image_features": views}), head.text_item(features | whole))
-    torch.testing.assert_close(scorer.all_pairs(), (views @ whole["text_features"].T).amax(1))
-
-
-def test_the_sum_ranks_images_as_the_mean():
-    given, whole = items()
-    features = given | whole
-    scores = {}
-    for reduction in ("mean", "sum"):
-        head = MaxSim(SIZES, reduction=reduction)
-        scores[reduction] = head.scorer(head.image_item(features), head.text_item(features)).all_pairs()
-    assert torch.equal(scores["mean"].argsort(0), scores["sum"].argsort(0))
-    words = features["text_context_mask"].sum(1)
-    torch.testing.assert_close(scores["sum"], scores["mean"] * words)
 
 
 def test_a_clip_gives_its_words_and_patches():
@@ -125,17 +104,3 @@ def test_a_class_that_does_not_rerank_is_refused():
             make_reranker("plain", SIZES)
     finally:
         registry.unregister("rerankers", "plain")
-
-
-def test_required_options_are_asked_for():
-    class Named(Reranks):
-        def __init__(self, backbone: BackboneInfo, *, table: str) -> None:
-            super().__init__()
-
-    registry.register("rerankers", "named", Named)
-    try:
-        with pytest.raises(CoderError, match="--reranker named: missing required option table=…"):
-            make_reranker("named", SIZES)
-        assert not make_reranker("named(table=x)", SIZES).training
-    finally:
-        registry.unregister("rerankers", "named")

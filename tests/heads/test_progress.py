@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coder_plugin.heads.base import BackboneInfo, TrainingFacts
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.basic import Progress
 
 SIZES = BackboneInfo(embed_dim=2)
@@ -45,15 +45,6 @@ def test_epochs_that_are_done_stay_done_when_their_length_changes(steps, expecte
     epochs(before, 4)
     after.load_state_dict(before.state_dict())
     assert epochs(after, len(expected)) == expected
-
-
-def test_steps_from_the_data():
-    facts = TrainingFacts(loss="vse-infinity", samples_per_epoch=1000, pairs_per_step=64)
-    assert Progress.options_from_data({}, facts) == {"steps_per_epoch": 15}
-    assert Progress.options_from_data({"steps_per_epoch": 4}, facts) == {}
-    for samples, pairs in ((0, 64), (0, None), (9, None), (9, 64)):
-        facts = TrainingFacts(loss="vse-infinity", samples_per_epoch=samples, pairs_per_step=pairs)
-        assert Progress.options_from_data({}, facts) == {"steps_per_epoch": 1}
 
 
 @pytest.mark.parametrize(

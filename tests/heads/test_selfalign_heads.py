@@ -160,16 +160,6 @@ def alignment_scores(head: Alignment, towers: dict[str, Tensor]) -> Tensor:
     return torch.cat([scores, scores.new_zeros(B, T - CUT, 3)], 1)
 
 
-def test_freezing_continues_from_a_state():
-    head = alignment(freeze_steps=2)
-    head.post_step()
-    head.post_step()
-    other = alignment(freeze_steps=2)
-    other.load_state_dict(head.state_dict())
-    other(**given("locals"))["coder_word_scores"].sum().backward()
-    assert (other.prototypes.grad != 0).any()
-
-
 @pytest.mark.parametrize(
     ("options", "widths", "message"),
     [
@@ -250,15 +240,6 @@ def test_once_all_are_placed_no_step_waits_for_the_device():
     assert part.placed == 20
 
 
-def test_of_accumulated_batches_the_last_gives_regions():
-    head, first, last = alignment(init="regions", prototypes=9), given("locals"), given("locals")
-    last["image_locals"] = torch.ones_like(last["image_locals"])
-    head(**first)
-    head(**last)
-    head.post_step()
-    torch.testing.assert_close(head.prototypes.detach(), torch.full_like(head.prototypes, D**-0.5))
-
-
 def test_a_step_that_is_skipped_places_nothing():
     head = alignment(init="regions", prototypes=9)
     start = head.prototypes.detach().clone()
@@ -266,14 +247,6 @@ def test_a_step_that_is_skipped_places_nothing():
     head.discard()
     head.post_step()
     assert torch.equal(head.prototypes, start) and head.placed == 0
-
-
-def test_random_prototypes_stay():
-    head = alignment()
-    start = head.prototypes.detach().clone()
-    head(**given("locals"))
-    head.post_step()
-    assert torch.equal(head.prototypes, start) and "placed" not in head.state_dict()
 
 
 # contexts
@@ -321,16 +294,6 @@ def test_contexts_are_equations_5_9_and_10(branches, form, training, fill):
         for row, each in enumerate(wanted):
             close(out[key][row, : len(each)], each)
             assert out[f"{key}_mask"][row].sum() == len(each)
-
-
-def test_the_blocks_are_the_same_alone_and_in_forward():
-    head, towers = contexts().eval(), given("contexts", cut=7)
-    out = head(**towers)
-    close(head.image_block(towers), out["coder_image_contexts"])
-    close(head.text_block(towers), out["coder_text_contexts"])
-    one = {key: value[1:2] for key, value in towers.items()}
-    close(head.image_block(one), out["coder_image_contexts"][1:2])
-    assert contexts(weight=0.25).score_weights() == (1.0, 0.25) and contexts().score_weights() == (1.0, 1.0)
 
 
 def test_running_statistics_are_of_what_is_valid():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ import torch
 from torch import Tensor
 
 import coder_plugin
-from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.teacher import open_teacher
-from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model
-from coder_plugin.training import prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.optim import parameter_groups
 from tests.backbones import tiny_clip
@@ -160,26 +156,6 @@ def test_a_checkpoint_brings_the_teacher_back(model: Any, tiny_model: str, then:
         other.load_state_dict(plain)
 
 
-def test_with_adapters_the_base_has_none(tiny_model: str) -> None:
-    torch.manual_seed(0)
-    config = TrainConfig().with_options(model=tiny_model, lora_rank=2)
-    model = prepare.make_training_model(config, Objective.parse(BASE), torch.device("cpu")).train()
-    assert any("lora_" in name for name, _ in model.named_parameters())
-    copied = teacher(model).copy.model
-    assert not any("lora_" in name or "base_layer" in name for name, _ in copied.named_parameters())
-    before = taught(model)
-    torch.testing.assert_close(before[0], model(**batch())["image_features"], rtol=1e-5, atol=1e-6)
-    nudge(model)
-    assert all(torch.equal(now, then) for now, then in zip(taught(model), before, strict=True))
-    assert not torch.allclose(model(**batch())["image_features"], before[0], atol=1e-3)
-    kept = {name for name in saved(model) if "resblocks" in name}
-    assert not any(".mlp." in name or ".ln_" in name for name in kept)  # attentions, which peft writes anew
-    state = copy.deepcopy(model.state_dict())
-    again = prepare.make_training_model(config, Objective.parse(BASE), torch.device("cpu")).train()
-    again.load_state_dict(state)
-    torch.testing.assert_close(taught(again)[0], before[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.fixture
 def export(tiny_model: str, tmp_path: Path) -> str:
     torch.manual_seed(5)
@@ -248,22 +224,6 @@ def test_a_teacher_that_reads_something_else_is_refused(
         open_teacher(str(tmp_path / "other"), model)
 
 
-def test_names_that_are_no_teacher(model: Any, export: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for spec, message in {
-        "ViT-B-32": "teacher ViT-B-32: give base, an open_clip model and its tag",
-        "ViT-B-32/nothing": "is neither a file nor a tag of ViT-B-32",
-        "nothing/openai": "teacher nothing/openai: ",
-    }.items():
-        with pytest.raises(CoderError, match=message):
-            open_teacher(spec, model)
-    with pytest.raises(CoderError, match="a model that reads regions can have no other teacher than base"):
-        open_teacher(export, object())
-    tokenizer = lambda name: lambda texts, context_length: torch.tensor([len(name)])  # noqa: E731
-    monkeypatch.setattr("open_clip.get_tokenizer", tokenizer)
-    with pytest.raises(CoderError, match="its tokenizer differs from the model's"):
-        open_teacher(export, model)
-
-
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_models_of_transformers_teach(kind: str, tmp_path: Path) -> None:
     """Themselves, and each other: the folder that the student starts from is another teacher with the same features."""
@@ -275,13 +235,3 @@ def test_models_of_transformers_teach(kind: str, tmp_path: Path) -> None:
         losses = coder_plugin.create_loss(loss, model=model)(**outputs)
         assert float(losses["distill_loss"].detach()) == pytest.approx(0, abs=1e-8)
     assert saved(model) == {"digest"}
-
-
-def test_a_region_model_teaches_itself() -> None:
-    sizes = {"region_dim": 4, "embed_dim": 4, "word_dim": 4}
-    vocabulary = ["<pad>", "<start>", "<end>", "<unk>", "dog"]
-    model = coder_plugin.create_model("region-bigru", loss=BASE, vocabulary=vocabulary, **sizes).train()
-    image, text = model.example_image(3), model.tokenizer()(["dog", "a dog", "dog dog"])
-    outputs = model(image, text)
-    assert outputs["coder_teacher_image_features"].shape == (3, 4)
-    sum(coder_plugin.create_loss(BASE, model=model)(**outputs).values()).backward()

@@ -161,51 +161,24 @@ def hugging_face(
     return trainer
 
 
-def module_of(package: Any) -> type:
-    """A user's module, of the package ``lightning`` or ``pytorch_lightning``."""
+class Retrieval(lightning.LightningModule):
+    """A user's module."""
 
-    class Retrieval(package.LightningModule):
-        def __init__(self, model: Any, loss: Any, make_optimizer: MakeOptimizer = adamw) -> None:
-            super().__init__()
-            self.model, self.loss, self.make_optimizer = model, loss, make_optimizer
+    def __init__(self, model: Any, loss: Any, make_optimizer: MakeOptimizer = adamw) -> None:
+        super().__init__()
+        self.model, self.loss, self.make_optimizer = model, loss, make_optimizer
 
-        def training_step(self, batch: Batch, number: int) -> Tensor:
-            losses = self.loss(**self.model(**batch))
-            self.log_dict(losses)
-            return sum(losses.values())
-
-        def configure_optimizers(self) -> Any:
-            return self.make_optimizer(self.model)
-
-    return Retrieval
-
-
-class TwoOptimizers(module_of(lightning)):
-    """A user's module that calls its optimizers by itself."""
-
-    def __init__(self, model: Any, loss: Any) -> None:
-        super().__init__(model, loss)
-        self.automatic_optimization = False
-        self.advanced: list[int] = []
-
-    def training_step(self, batch: Batch, number: int) -> None:
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(sum(self.loss(**self.model(**batch)).values()))
-        for optimizer in optimizers:
-            optimizer.step()
-            self.advanced.append(self.model.coder.followed_by.steps)
+    def training_step(self, batch: Batch, number: int) -> Tensor:
+        losses = self.loss(**self.model(**batch))
+        self.log_dict(losses)
+        return sum(losses.values())
 
     def configure_optimizers(self) -> Any:
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
-        return [torch.optim.AdamW(part, lr=1e-3) for part in (parameters[::2], parameters[1::2])]
+        return self.make_optimizer(self.model)
 
 
-def lightning_trainer(
-    folder: Path, *, follows: bool = True, further: Sequence[Any] = (), package: Any = lightning, **options: Any
-) -> Any:
-    return package.Trainer(
+def lightning_trainer(folder: Path, *, follows: bool = True, further: Sequence[Any] = (), **options: Any) -> Any:
+    return lightning.Trainer(
         accelerator="cpu",
         default_root_dir=str(folder),
         callbacks=[*([FollowCallback()] if follows else []), *further],
@@ -225,12 +198,11 @@ def in_lightning(
     *,
     accumulate: int = 1,
     make_optimizer: MakeOptimizer = adamw,
-    package: Any = lightning,
     resume: str | None = None,
     **options: Any,
 ) -> Any:
-    module = module_of(package)(model, loss, make_optimizer)
-    trainer = lightning_trainer(folder, package=package, accumulate_grad_batches=accumulate, **options)
+    module = Retrieval(model, loss, make_optimizer)
+    trainer = lightning_trainer(folder, accumulate_grad_batches=accumulate, **options)
     trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=resume)
     return trainer
 

@@ -75,65 +75,56 @@ def check(runs: Any, model: Any, loss: str, pairs: int = 4) -> None:
     assert loss == "clip" or loss == "siglip" or hasattr(model.coder.heads, "momentum")
 
 
-#: Compiling a model takes seconds; of the four this one has the most state.
-SLOW_TO_COMPILE = [loss for loss in LOSSES if loss != "dcl + m_dcl"]
+def cells(*settings: str) -> list[Any]:
+    """Loop, setting and loss. By default a setting runs once in each loop, with one loss after the other; the rest is slow."""
+    rows = []
+    for (row, loop), (column, setting) in itertools.product(enumerate(LOOPS.values()), enumerate(settings)):
+        chosen = "dcl + m_dcl" if setting == "compile" else LOSSES[(row + column) % len(LOSSES)]  # coder takes 20 s to compile
+        rows += [pytest.param(loop, setting, loss, marks=[pytest.mark.slow] * (loss != chosen)) for loss in LOSSES]
+    return rows
 
 
-def one_process(runs: Any, path: str, folder: Path, loop: str, setting: str, losses: Sequence[str]) -> None:
-    for loss in losses:
-        torch._dynamo.reset()  # else it stops compiling after eight models
-        torch._dynamo.utils.counters.clear()
-        # our own trainer's accumulated batches are one batch
-        pairs = 8 if (loop, setting) == ("ours", "accumulation") else 4
-        check(runs, trained(runs, path, loop, loss, setting, folder / loss), loss, pairs)
-        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (setting == "compile")
+@pytest.mark.parametrize(("loop", "setting", "loss"), cells("one process", "accumulation", "bf16", "compile"))
+def test_cells_of_one_process(runs: Any, tiny_model: str, tmp_path: Path, loop: str, setting: str, loss: str) -> None:
+    torch._dynamo.reset()  # else it stops compiling after eight models
+    torch._dynamo.utils.counters.clear()
+    # our own trainer's accumulated batches are one batch
+    pairs = 8 if (loop, setting) == ("ours", "accumulation") else 4
+    check(runs, trained(runs, tiny_model, loop, loss, setting, tmp_path), loss, pairs)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (setting == "compile")
 
 
-@pytest.mark.parametrize("setting", ["one process", "accumulation", "bf16", "compile"])
-@pytest.mark.parametrize("loop", list(LOOPS.values()))
-def test_cells_of_one_process(runs: Any, tiny_model: str, tmp_path: Path, loop: str, setting: str) -> None:
-    losses = [loss for loss in LOSSES if setting != "compile" or loss not in SLOW_TO_COMPILE]
-    one_process(runs, tiny_model, tmp_path, loop, setting, losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", list(LOOPS.values()))
-def test_cells_of_compiling(runs: Any, tiny_model: str, tmp_path: Path, loop: str) -> None:
-    one_process(runs, tiny_model, tmp_path, loop, "compile", SLOW_TO_COMPILE)
-
-
-@pytest.mark.parametrize("loop", list(LOOPS.values()))
-def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str) -> None:
-    for number, loss in enumerate(LOSSES):
-        objective, data, folder = runs.objective(loss), runs.batches(2), tmp_path / str(number)
-        models = [coder_plugin.create_model(tiny_model, loss=objective).train() for _ in range(2)]
-        criteria = [coder_plugin.create_loss(objective, model=model) for model in models]
-        if loop == "raw":
-            optimizers = [runs.adamw(model) for model in models]
-            runs.raw(models[0], criteria[0], data, folder, make_optimizer=lambda _: optimizers[0])  # noqa: B023
-            models[1].load_state_dict(models[0].state_dict())
-            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-            for model, criterion, optimizer in zip(models, criteria, optimizers, strict=True):
-                if model.coder.followed_by is not None:
-                    model.coder.followed_by.remove()
-                torch.manual_seed(1)
-                runs.raw(model, criterion, runs.batches(2, seed=1), folder, make_optimizer=lambda _: optimizer)  # noqa: B023
-        elif loop == "ours":
-            runs.ours(models[0], objective, folder, steps=2, epochs=2)
-            first = folder / "ours" / "checkpoints" / "step_00000002"
-            assert runs.ours(models[1], objective, tmp_path / "again", steps=2, epochs=2, resume=str(first)).step == 4
-        elif loop == "sentence_transformers":
-            run = functools.partial(runs.sentence_transformers_runs.train, loss=objective, batches=data, folder=folder)
-            further = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "epoch"}
-            run(models[0], optimizer=runs.adamw(models[0]), **further)
-            losses = run(models[1], optimizer=runs.adamw(models[1]), resume=str(folder / "checkpoint-2"), **further)
-            assert len(losses) == 2
-        else:
-            checkpoint, options = runs.two_epochs(loop, folder)
+@pytest.mark.parametrize(("loop", "setting", "loss"), cells("resume"))
+def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str, setting: str, loss: str) -> None:
+    objective, data, folder = runs.objective(loss), runs.batches(2), tmp_path / "run"
+    models = [coder_plugin.create_model(tiny_model, loss=objective).train() for _ in range(2)]
+    criteria = [coder_plugin.create_loss(objective, model=model) for model in models]
+    if loop == "raw":
+        optimizers = [runs.adamw(model) for model in models]
+        runs.raw(models[0], criteria[0], data, folder, make_optimizer=lambda _: optimizers[0])
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for model, criterion, optimizer in zip(models, criteria, optimizers, strict=True):
+            if model.coder.followed_by is not None:
+                model.coder.followed_by.remove()
             torch.manual_seed(1)
-            getattr(runs, loop)(models[0], criteria[0], data, folder, **options)
-            getattr(runs, loop)(models[1], criteria[1], data, folder, resume=str(checkpoint), **options)
-        assert differences(models[1].state_dict(), models[0].state_dict()) == [], loss
+            runs.raw(model, criterion, runs.batches(2, seed=1), folder, make_optimizer=lambda _: optimizer)  # noqa: B023
+    elif loop == "ours":
+        runs.ours(models[0], objective, folder, steps=2, epochs=2)
+        first = folder / "ours" / "checkpoints" / "step_00000002"
+        assert runs.ours(models[1], objective, tmp_path / "again", steps=2, epochs=2, resume=str(first)).step == 4
+    elif loop == "sentence_transformers":
+        run = functools.partial(runs.sentence_transformers_runs.train, loss=objective, batches=data, folder=folder)
+        further = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "epoch"}
+        run(models[0], optimizer=runs.adamw(models[0]), **further)
+        losses = run(models[1], optimizer=runs.adamw(models[1]), resume=str(folder / "checkpoint-2"), **further)
+        assert len(losses) == 2
+    else:
+        checkpoint, options = runs.two_epochs(loop, folder)
+        torch.manual_seed(1)
+        getattr(runs, loop)(models[0], criteria[0], data, folder, **options)
+        getattr(runs, loop)(models[1], criteria[1], data, folder, resume=str(checkpoint), **options)
+    assert differences(models[1].state_dict(), models[0].state_dict()) == []
 
 
 def test_our_trainer_counts_a_step_of_lookahead(runs: Any, tiny_model: str, tmp_path: Path) -> None:
@@ -145,12 +136,14 @@ def test_our_trainer_counts_a_step_of_lookahead(runs: Any, tiny_model: str, tmp_
         assert before and any(not torch.equal(value, model.state_dict()[key]) for key, value in before.items())
 
 
-def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
-    for loop, loss in itertools.product(LOOPS.values(), LOSSES):
+def on_two_ranks(runs: Any, path: str, folder: Path, losses: Sequence[str]) -> None:
+    for loop, loss in zip(LOOPS.values(), losses, strict=True):
         if not (OLD_TRANSFORMERS and loop in ("hugging_face", "sentence_transformers")):
-            check(runs, trained(runs, path, loop, loss, "DDP", folder / loop / loss), loss, 8)
+            check(runs, trained(runs, path, loop, loss, "DDP", folder / loop), loss, 8)
 
 
-def test_cells_of_two_processes(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path, timeout=300)
+@pytest.mark.parametrize("first", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))])
+def test_cells_of_two_processes(runs: Any, tiny_model: str, tmp_path: Path, first: int) -> None:
+    losses = [LOSSES[(first + number) % len(LOSSES)] for number in range(len(LOOPS))]
+    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder, losses), tmp_path, timeout=300)
     assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output

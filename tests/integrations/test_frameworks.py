@@ -135,19 +135,6 @@ def test_a_training_is_resumed_with_its_bank(runs: Any, name: str, tiny_model: s
 
 
 @framework
-def test_after_an_error_the_model_can_be_trained_again(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
-    model = runs.make(tiny_model)
-    loss = coder_plugin.create_loss(BANKS, model=model)
-    broken = runs.batches(2)
-    broken[1]["image"] = broken[1]["image"][:, :1]
-    with pytest.raises(RuntimeError):
-        getattr(runs, name)(model, loss, broken, tmp_path)
-    assert model.coder.followed_by is None
-    getattr(runs, name)(model, loss, runs.batches(1, seed=1), tmp_path)
-    assert model.coder.followed_by is None and runs.bank_ids(model) == [0, 1, 2, 3, 400, 401, 402, 403]
-
-
-@framework
 def test_a_trained_logit_scale_stays_below_a_hundred(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
     model = runs.make(tiny_model, "clip")
     with torch.no_grad():
@@ -222,32 +209,10 @@ def test_a_parameter_that_the_model_returns_is_used(runs: Any, tiny_model: str, 
 # -- what is of one framework ----------------------------------------------------------------------------------------------
 
 
-def test_lightnings_other_package(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    """``pytorch_lightning`` has classes of its own, and takes the same callback, which is one of either."""
-    package = importlib.import_module("pytorch_lightning")
-    assert isinstance(runs.FollowCallback(), package.Callback)
-    assert isinstance(runs.FollowCallback(), runs.lightning.pytorch.Callback)
-    state = runs.train(runs.in_lightning, tiny_model, runs.batches(2), tmp_path, package=package)
-    assert differences(state, runs.train(runs.raw, tiny_model, runs.batches(2), tmp_path)) == []
-
-
-def test_losses_are_float32_under_lightnings_autocast(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    model = runs.make(tiny_model)
-    loss = coder_plugin.create_loss(BANKS, model=model)
-    dtypes = set()
-    loss.register_forward_hook(lambda _, __, losses: dtypes.update(each.dtype for each in losses.values()))
-    runs.in_lightning(model, loss, runs.batches(2), tmp_path, precision="bf16-mixed")
-    assert dtypes == {torch.float32} and len(runs.bank_ids(model)) == 8
-
-
-def test_lightnings_manual_optimization_with_two_optimizers(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    model = runs.make(tiny_model)
-    module = runs.TwoOptimizers(model, coder_plugin.create_loss(BANKS, model=model))
-    trainer = runs.lightning_trainer(tmp_path)
-    trainer.fit(module, runs.DataLoader(runs.batches(2), batch_size=None))
-    assert module.advanced == [0, 1, 1, 2]
-    state = runs.train(runs.raw, tiny_model, runs.batches(2), tmp_path)  # AdamW treats each parameter by itself
-    assert differences(model.state_dict(), state) == []
+def test_the_callback_is_one_of_either_lightning(runs: Any) -> None:
+    """``pytorch_lightning`` has classes of its own."""
+    for package in (importlib.import_module("pytorch_lightning"), runs.lightning.pytorch):
+        assert isinstance(runs.FollowCallback(), package.Callback)
 
 
 def test_trainer_logs_each_term(runs: Any, tiny_model: str, tmp_path: Path) -> None:
@@ -318,20 +283,6 @@ def test_trainer_keeps_the_model_of_the_best_recall(runs: Any, tiny_model: str, 
     assert min(found) < max(found) == trainer.state.best_metric == trainer.evaluate()["eval_rsum"], found
     with pytest.raises(CoderError, match="transformers' Trainer wrote it; coder_plugin.save_pretrained.trainer.model, FOLDER"):
         coder_plugin.from_pretrained(trainer.state.best_model_checkpoint)
-
-
-def test_trainer_makes_its_model_and_loss_anew(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    """``model_init``, as for a search of hyperparameters: the loss reads the heads of the current model."""
-    arguments = runs.TrainingArguments(
-        str(tmp_path), num_train_epochs=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
-    )
-    trainer = runs.InOrder(
-        model_init=lambda: runs.make(tiny_model), loss=BANKS, args=arguments, train_dataset=runs.batches(2)
-    )
-    for _ in range(2):
-        before = trainer.model
-        trainer.train()
-        assert trainer.model is not before and len(runs.bank_ids(trainer.model)) == 8
 
 
 def test_trainer_refuses_what_would_lose_state(
@@ -417,16 +368,6 @@ def test_adapters_of_peft_go_into_the_towers_alone(runs: Any, tiny_model: str, l
         before = wrapped.eval() and model.embed_text(text)
         after = wrapped.merge_and_unload().embed_text(text)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
-
-
-def test_lightning_in_bfloat16(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    """``bf16-true`` converts the weights: the momentum copy, and what banks add up, stay as they were."""
-    model = runs.make(tiny_model)
-    runs.in_lightning(model, coder_plugin.create_loss(BANKS, model=model), runs.batches(3), tmp_path, precision="bf16-true")
-    head = model.coder.heads["momentum"]
-    assert model.visual.proj.dtype == torch.bfloat16 and head.towers.model.visual.proj.dtype == torch.float32
-    assert len(runs.bank_ids(model)) == 10 and head.bank.image_moments.first.dtype == torch.float64
-    assert not torch.equal(head.towers.model.visual.proj, head.towers.model.visual.proj.bfloat16().float())
 
 
 @pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])

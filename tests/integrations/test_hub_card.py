@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import coder_plugin
 from coder_plugin.integrations.hub.card import card_text
-from coder_plugin.integrations.hub.record import bare, run_record, without_paths
+from coder_plugin.integrations.hub.record import bare, run_record
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import WEIGHTS, export_model
 
@@ -94,15 +94,6 @@ def test_what_was_run_and_measured_is_in_it() -> None:
     assert {result.dataset_name for result in data.eval_results} == {"val.tar"}
 
 
-def test_of_a_repository() -> None:
-    made = card(record(), "group/name").content
-    for said in ('from_pretrained("group/name")', "eval hf-hub:group/name ", '"hf-hub:group/name"', 'Transformer("group/name"'):
-        assert said in made, said
-    assert "local-dir" not in made
-    beside = card(record(model={**MODEL, "text tower": "text"}), "group/name").content
-    assert 'os.chdir(snapshot_download("group/name"))' in beside and '"local-dir:."' in beside
-
-
 @pytest.mark.parametrize(
     ("objective", "wanted"),
     [
@@ -119,14 +110,6 @@ def test_the_papers_of_the_losses_are_cited(objective: str, wanted: set[str]) ->
     assert "zenodo.5143773" in made
 
 
-def test_heads_and_shortlists_are_described() -> None:
-    model = {**MODEL, "heads": ["concepts", "fusion"], "concepts": 400, "re-ranks": True, "aggregator": "gpo"}
-    made = card(record(model=model, results={**RESULTS, "rerank": 32, "shortlist": {key: 1.0 for key in RECALLS}}))
-    for said in ("concept vocabulary: 400 words", "| re-ranked, 32 | 1.50", "| vectors alone | 1.00 |", "GPO", "fusion score"):
-        assert said in made.content, said
-    assert "Plain open_clip opens only the towers" in made.content and made.data.library_name == "coder_plugin"
-
-
 def test_a_region_model_promises_no_plain_clip() -> None:
     model = {**MODEL, "name": "region-bert", "pictures": False, "max_regions": 36, "views": 12}
     made = card(record(model=model), "group/name")
@@ -134,12 +117,6 @@ def test_a_region_model_promises_no_plain_clip() -> None:
     assert "SentenceTransformer" not in made.content and "OpenCLIP" not in made.content
     assert "--regions FEATURES" in made.content and "(images @ texts.T).amax(1)" in made.content
     assert (made.data.pipeline_tag, made.data.library_name) == ("feature-extraction", "coder_plugin")
-
-
-def test_what_is_not_known_is_not_said() -> None:
-    made = card({**record(), **run_record(None, "best")})
-    assert "objective: unknown" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
-    assert made.data.eval_results is None and "None" not in made.content and "None" not in str(made.data)
 
 
 def _towers(export: Path) -> Path:
@@ -162,39 +139,6 @@ def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path,
     text = (whole / "README.md").read_text()
     assert "objective: `dcl + concept_dcl`" in text and "scoring heads: concepts" in text
     assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
-
-
-def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_model: str) -> None:
-    """Nor is a plain CLIP, of which nobody knows where it is from."""
-    torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
-    export_model(model, tmp_path / "export")
-    plain = (coder_plugin.save_pretrained(_towers(tmp_path / "export"), tmp_path / "plain") / "README.md").read_text()
-    assert "an open_clip model (CLIP). Texts" in plain and "trained with" not in plain and "one seed" not in plain
-    trained = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "trained") / "README.md"
-    assert "an open_clip model (CLIP) trained with coder_plugin. Texts" in trained.read_text()
-    made = {"alpha": 0.5, "tuned": "/home/janedoe/logs/tuned/", "base": "/home/janedoe/logs/base/export/last"}
-    (tmp_path / "export" / "wise_ft.json").write_text(json.dumps(made))
-    first = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "first")
-    for folder in (first, coder_plugin.save_pretrained(first, tmp_path / "second")):
-        text = (folder / "README.md").read_text()
-        assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned model, `tuned`, and the rest of the" in text
-        assert "model before fine-tuning, `base`" in text
-        assert "- objective of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
-        assert "one seed" not in text and "janedoe" not in (folder / "coder_run.json").read_text()
-
-
-def test_a_card_says_what_is_known() -> None:
-    """Of a plan of another version, and of figures that are not all there."""
-    run = {"training data": {"name": "train.tar"}, "epochs": 3, "validation data": {"name": "val.tar"}}
-    made = card(record(run=run, results={"rsum": 24.0, "i2t_r1": None}))
-    for said in (
-        "`train.tar`, an unknown number of images, captions: unknown",
-        "3 epochs of unknown steps, unknown pairs per step, precision unknown, unknown processes on unknown, seed 7",
-        "| vectors | – | – | – | – | – | – | 24.00 |",
-    ):
-        assert said in made.content, said
-    assert [result.metric_name for result in made.data.eval_results] == ["R@sum"] and "versions" not in made.content
 
 
 def write_run(folder: Path, *, best: dict | None, last: dict | None, step: int, metrics: list[dict]) -> Path:
@@ -226,17 +170,6 @@ def test_the_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
     assert run_record(worse, "best")["results"]["step"] == 20
 
 
-def test_figures_without_a_checkpoint_or_without_any(tmp_path: Path) -> None:
-    metrics = [logged(0, 90.0), logged(10, 30.0), logged(20, 50.0, **{"shortlist/rsum": 7.0}), logged(30, 50.0)]
-    run = write_run(tmp_path, best=None, last=None, step=0, metrics=metrics)
-    assert run_record(run, "best")["results"] == {"rsum": 50.0, "epoch": 2, "step": 20, "shortlist": {"rsum": 7.0}}
-    assert run_record(run, "last")["results"]["step"] == 30
-    (tmp_path / "metrics.jsonl").unlink()
-    assert run_record(run, "best")["results"] == {} == run_record(tmp_path / "nothing", "last")["results"]
-    (tmp_path / "config.json").write_text("[broken")
-    assert run_record(tmp_path, "best")["options"] == {}
-
-
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
@@ -265,12 +198,6 @@ def test_figures_without_a_checkpoint_or_without_any(tmp_path: Path) -> None:
 )
 def test_names_stay_and_places_go(text: str, kept: str) -> None:
     assert bare(text) == kept
-
-
-def test_paths_go_and_words_stay() -> None:
-    made = {"a": "/home/janedoe/x", "b": {"c": "~/x", "d": "/", "e": ["/w/o/r/d"], "f": "n/a"}, "name_or_path": "x", "g": 1}
-    assert without_paths(made) == {"a": "x", "b": {"c": "x", "d": "/", "e": ["/w/o/r/d"], "f": "n/a"}, "g": 1}
-    assert without_paths(r"C:\Users\janedoe\x") == "x" and without_paths("group/name") == "group/name"
 
 
 def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import pytest
 import torch
 
 import coder_plugin
-from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.export_manifest import seal_again
 
 
 def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
@@ -40,51 +36,6 @@ def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
     with pytest.raises(CoderError, match="is a file"):
         coder_plugin.save_pretrained(runs["gpo"], folder / "README.md", export="last")
     assert (folder / "README.md").read_text() == "my own card" and not (folder / "coder.safetensors").exists()
-
-
-def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    card, really, refused = (folder / "README.md").read_text(), os.replace, [".writing"]
-
-    def refuse(old: Path, new: Path) -> None:
-        if Path(new) == folder and any(part in str(old) for part in refused):
-            raise OSError("the disk")
-        really(old, new)
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(CoderError, match="folder: nothing was shared: the disk"):
-        coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    refused.append(".folder.old")
-    with pytest.raises(CoderError, match=r"what was in .*/folder is now in .*/\.folder\.old: move it back \(the disk\)"):
-        coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == [".folder.old"]
-    # as after a process that was killed there: the next one puts it back before it looks at anything else
-    monkeypatch.setattr(os, "replace", really)
-    with pytest.raises(CoderError, match="neither an export nor a run"):
-        coder_plugin.save_pretrained(tmp_path, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    shutil.copytree(folder, tmp_path / ".folder.old")
-    coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "coder.safetensors").exists()
-
-
-def test_a_place_that_cannot_be_written_is_said_in_one_line(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["share", str(shared / "lora"), "--to", str(tmp_path / "file" / "in it")]) == 2
-    assert "in it: nothing was shared: " in (said := capsys.readouterr().err) and said.count("\n") == 1
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here" / "below")
-    for place in (".", "..", str(tmp_path / "here")):
-        with pytest.raises(CoderError, match="is the working directory, or above it"):
-            coder_plugin.save_pretrained(shared / "lora", place)
-    made = coder_plugin.save_pretrained(shared / "lora", "../named")
-    assert made == Path("../named") and "# named" in (tmp_path / "here" / "named" / "README.md").read_text()
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["below", "named"]
 
 
 def test_nothing_is_left_of_a_share_that_fails(
@@ -144,36 +95,6 @@ def test_a_changed_description_is_refused_by_name(shared: Path, tmp_path: Path, 
     (folder / file).write_bytes((shared / kind / file).read_bytes())
     (folder / "README.md").write_text("a card of one's own")
     assert coder_plugin.from_pretrained(folder)
-
-
-def rewrite(folder: Path, content: Any) -> None:
-    """Another record, and the manifest that its writer would make of it."""
-    (folder / "coder_run.json").write_text(json.dumps(content))
-    seal_again(folder)
-
-
-def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    record = json.loads((folder / "coder_run.json").read_text())
-    rewrite(folder, {"card": record["card"]})
-    assert "objective: unknown" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
-    for content, match in (
-        ({**record, "run": {"training data": 5, "batch": 5}}, "coder_run.json lacks what a model card needs"),
-        ({**record, "stated": []}, "stated is not an object"),
-        (5, "it is not an object"),
-    ):
-        rewrite(folder, content)
-        with pytest.raises(CoderError, match=match):
-            coder_plugin.save_pretrained(folder, tmp_path / "last")
-        assert coder_plugin.from_pretrained(folder)  # opening does not read it
-
-
-@pytest.mark.parametrize("name", ["coder_run.json", "open_clip_config.json", "concepts.json"])
-def test_damaged_descriptions_are_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(shared / "coder", tmp_path / "folder")
-    (folder / name).write_text((folder / name).read_text()[:40])
-    with pytest.raises(CoderError, match=name):
-        coder_plugin.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("loss", ["clip + dcl", "clip + selfalign"])

@@ -111,18 +111,6 @@ def test_a_repository_is_pushed_and_opened(
     assert not (hub.folder / "group/coder/coder.safetensors").exists() and "/commit/1" in capsys.readouterr().out
 
 
-def test_the_pushs_options(hub: Hub, shared: Path) -> None:
-    address = coder_plugin.push_to_hub(shared / "lora", "group/lora", revision="v2", commit_message="Second", private=True)
-    assert ("branch", "v2", True) in hub.calls and address.endswith("/commit/1") and "group/lora" not in hub.public
-    assert hub.calls[-1] == ("upload", {"commit_message": "Second", "revision": "v2", "create_pr": False})
-    assert coder_plugin.push_to_hub(shared / "lora", "group/lora", create_pr=True).endswith("/discussions/1")
-    hub.public.add("group/lora")
-    count = len(hub.calls)
-    with pytest.raises(CoderError, match="group/lora is public already"):
-        coder_plugin.push_to_hub(shared / "lora", "group/lora", private=True)
-    assert [call[0] for call in hub.calls[count:]] == ["token"]
-
-
 def test_a_push_removes_the_earlier_models_files_and_no_others(
     hub: Hub, shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,12 +147,6 @@ def test_what_a_manifest_lists_is_downloaded(hub: Hub, shared: Path) -> None:
         (place / name).write_text(name)
     coder_plugin.from_pretrained("group/lora")
     assert _names(hub.folder / "cache/group/lora") == _names(place) - {"README.md", "other.bin", "chat1.jinja"}
-
-
-def test_a_local_folder_stands_before_a_repository(hub: Hub, shared: Path, tmp_path: Path) -> None:
-    shutil.copytree(shared / "lora", tmp_path / "group" / "lora")
-    coder_plugin.from_pretrained("group/lora")
-    assert hub.calls == []
 
 
 @pytest.mark.parametrize("weights", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])

@@ -15,10 +15,8 @@ from PIL import Image
 
 import coder_plugin
 from coder_plugin.cli import main
-from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate
-from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 from tests import fresh
 from tests.integrations import hub_runs
@@ -58,21 +56,6 @@ def test_a_fresh_process_has_the_same_vectors_to_the_bit(
             assert torch.equal(plain[name][side], towers[side]), (name, side)
 
 
-def test_a_run_in_half_precision_and_what_was_shared_of_it_agree(
-    shared: Path, runs: dict[str, Path], known: dict[str, Any], tmp_path: Path
-) -> None:
-    """To the bit: from_pretrained computes in float32 whatever the run was trained in."""
-    run = shutil.copytree(runs["coder"], tmp_path / "run")
-    stored = next((run / "export").glob("*/coder_options.json"))
-    stored.write_text(json.dumps({**json.loads(stored.read_text()), "precision": "amp_bf16"}))
-    seal_again(stored.parent)
-    made = [coder_plugin.from_pretrained(place) for place in (run, shared / "coder")]
-    one, other = (each.encode_texts(["a red circle", "two stars"]) for each in made)
-    assert torch.equal(one, other)
-    half = open_pretrained(run, {}, device="cpu")  # as a command opens it
-    assert not torch.equal(half.encode_texts(["a red circle", "two stars"]), one)
-
-
 def test_nothing_shared_tells_where_it_was_made(shared: Path) -> None:
     files = [path for path in shared.rglob("*") if path.is_file()]
     assert len(files) > 30
@@ -83,38 +66,12 @@ def test_nothing_shared_tells_where_it_was_made(shared: Path) -> None:
     assert text["hf_model_name"] == "text"
 
 
-def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str, Path]) -> None:
-    assert open_pretrained(shared / "bigru", device="cpu").config.max_regions == 5
-    assert open_pretrained(shared / "bigru", {"max_regions": 3}, device="cpu").config.max_regions == 3
-    assert open_pretrained(shared / "gpo", device="cpu").config.channels_last
-    assert not open_pretrained(shared / "lora", device="cpu").config.channels_last
-    record = json.loads((shared / "coder" / "coder_run.json").read_text())
-    assert record["options"]["concepts"] == "words.safetensors" and record["terms"]["heads"]["momentum"]["bank_size"] == 24
-    assert record["objective"] == json.loads((runs["coder"] / "plan.json").read_text())["objective"]
-    assert record["results"] == hub_runs.FIGURES and not {"logs", "name"} & record["options"].keys()
-    listed = json.loads((shared / "coder" / "coder_export.json").read_text())["files"]
-    assert {"coder.safetensors", "concepts.safetensors", "concepts.json", "coder_run.json"} <= listed.keys()
-    fusion = coder_plugin.from_pretrained(shared / "fusion")
-    assert fusion.encoder().reranking is not None
-    lora = coder_plugin.load_model(shared / "lora")
-    assert not any("lora" in name for name, _ in lora.named_parameters())
-
-
 def test_the_fingerprint_knows_the_model_wherever_it_is(shared: Path, runs: dict[str, Path]) -> None:
     for name in ("coder", "bert", "bigru"):
         of_run = open_pretrained(runs[name], {}, export="last", device="cpu").fingerprint()
         assert coder_plugin.from_pretrained(shared / name).fingerprint() == of_run, name
     less = open_pretrained(shared / "bert", {"force_context_length": 12}, device="cpu")
     assert less.fingerprint() != coder_plugin.from_pretrained(shared / "bert").fingerprint()
-
-
-def test_a_run_opens_where_its_configuration_is_gone(runs: dict[str, Path], known: dict[str, Any], tmp_path: Path) -> None:
-    """A path from another working directory, or a file that was removed: its exports have it as well."""
-    run = shutil.copytree(runs["bert"], tmp_path / "run")
-    options = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**flatten(options), "model": "models/with-bert-for-tests.json"}))
-    model = open_pretrained(run, {}, export="last", device="cpu")
-    assert torch.equal(model.encode_texts(hub_runs.TEXTS), known["vectors"]["bert"]["texts"])
 
 
 def test_vectors_are_those_of_evaluation(shared: Path, known: dict[str, Any]) -> None:
@@ -214,13 +171,3 @@ def test_a_setting_that_is_in_no_weights_and_no_digest_shows_in_the_vectors(
     with pytest.raises(CoderError, match="opens as another model"):
         coder_plugin.save_pretrained(shared / "lora", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
-
-
-def test_a_model_of_nans_is_not_shared(tmp_path: Path, tiny_model: str) -> None:
-    from coder_plugin.pretrained.export import export_model
-
-    model = coder_plugin.create_model(tiny_model, loss="clip")
-    model.visual.proj.data[0, 0] = float("nan")
-    export_model(model, tmp_path / "export")
-    with pytest.raises(CoderError, match="visual.proj holds NaN or infinity"):
-        coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "folder")

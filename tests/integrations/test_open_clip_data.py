@@ -6,12 +6,10 @@ import argparse
 import csv
 import io
 import json
-import logging
 import pickle
 import tarfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +32,6 @@ from coder_plugin.data import open_source
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import adapted, data
-from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.data import (
     CAPTIONS,
     Extras,
@@ -213,12 +210,6 @@ def test_training_draws_one_of_an_images_captions(listed: str) -> None:
     assert len(seen) == 48 and max(seen.values()) < 25, "each caption, no one always"
 
 
-def test_training_on_all_captions_makes_each_a_pair(listed: str) -> None:
-    args = options("--train-data", listed, "--train-num-samples", "48")
-    found = rows(build(args, Extras(Letters(), captions="all"))["train"])
-    assert Counter(row["text"] for row in found) == {text: 1 for number in range(16) for text in captions_of(number)}
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_has_every_caption_of_an_image_as_a_pair(listed: str, workers: int) -> None:
     found = rows(build(options("--val-data", listed, workers=workers), Extras(Letters()))["val"])
@@ -241,13 +232,6 @@ def test_positives_are_of_the_images_other_captions(tmp_path: Path, listed: str,
         assert read(row["text_positive"]) == "|".join(text for text in captions_of(int(own.split()[0])) if text != own)
 
 
-def test_a_caption_without_others_is_its_own_positive(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "t.csv", [(f"{number}.png", f"lone {number}") for number in range(4)])
-    extras = Extras(Letters(), Positives("join"))
-    for row in rows(build(options("--train-data", str(path)), extras)["train"], extras.names):
-        assert read(row["text_positive"]) == row["text"]
-
-
 def test_words_classes_are_those_of_the_models_tokens(tmp_path: Path) -> None:
     model = register_config("coder-tiny")
     tokenizer = open_clip.get_tokenizer(model)
@@ -261,19 +245,6 @@ def test_words_classes_are_those_of_the_models_tokens(tmp_path: Path) -> None:
     for ids, tags in zip(text, further["text_tags"], strict=True):
         assert torch.equal(tags, known[tuple(ids.tolist())])
     assert further["text_tags"].any()
-
-
-def test_synthetic_images_count_as_many() -> None:
-    from torchvision.transforms import Compose, Resize, ToTensor
-
-    transform = Compose([Resize((8, 8)), ToTensor()])
-    args = options("--dataset-type", "synthetic", "--train-num-samples", "8")
-    extras = Extras(Letters(), Positives("join"))
-    with reading(extras, packed=True):
-        train = upstream.get_data(args, (transform, transform), tokenizer=extras.tokenizer)["train"]
-    found = rows(train, extras.names)
-    assert len({int(row["image_id"]) for row in found}) == 8 == len(found)
-    assert {row["text"] for row in found} == {"Dummy caption"} == {read(row["text_positive"]) for row in found}
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -291,18 +262,6 @@ def test_samples_without_a_caption_are_left_out_and_captions_in_json_alone_are_n
     args = options(f"--{split}-data", path, "--train-num-samples", "4")
     found = rows(build(args, Extras(Letters()))[split])
     assert {row["text"] for row in found} == {f"kept {number}" for number in range(4)}
-
-
-def test_captions_may_be_bytes() -> None:
-    """As they are where upstream tokenizes before it decodes."""
-    stage = Rename("png;jpg", "txt", keep=False, extras=Extras(Letters()), is_train=True, labels={"x.tar": "x"})
-    sample = {"__key__": "7", "__url__": "x.tar", "txt": "für".encode(), "jpg": b"picture"}
-    [made] = stage(iter([sample]))
-    assert (made["text"], made["image"], int(made["image_id"])) == ("für", b"picture", stable_hash("x/7"))
-    listed = {**sample, "json": json.dumps({CAPTIONS: ["one"], "image_id": 3}).encode()}
-    [made] = stage(iter([listed]))
-    assert (made["text"], int(made["image_id"])) == ("one", stable_hash(3))
-    assert "txt" not in made and "__key__" not in made, "keep=False"
 
 
 def test_stages_and_data_sets_can_be_pickled(tmp_path: Path) -> None:
@@ -323,18 +282,6 @@ def test_stages_and_data_sets_can_be_pickled(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(data.read_tars)) is data.read_tars
 
 
-@pytest.mark.slow
-def test_spawned_workers_read_tables(tmp_path: Path) -> None:
-    """Upstream 3.3 has lambdas in its shards' pipelines and in its synthetic data: those need forked workers, as without us."""
-    path = write_csv(tmp_path / "t.csv", [(f"{number // 2}.png", f"caption {number}") for number in range(8)])
-    extras = Extras(Letters(), Positives("join"))
-    train = build(options("--train-data", str(path), workers=1), extras)["train"]
-    train.dataloader.multiprocessing_context = "spawn"
-    found = rows(train, extras.names)
-    assert sorted(row["text"] for row in found) == [f"caption {number}" for number in range(8)]
-    assert len({int(row["image_id"]) for row in found}) == 4
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resampled_shards_with_factors(listed: str, workers: int) -> None:
     first, second = listed.replace("{0..1}", "0"), listed.replace("{0..1}", "1")
@@ -346,11 +293,6 @@ def test_resampled_shards_with_factors(listed: str, workers: int) -> None:
     assert {(row["image"], int(row["image_id"])) for row in found} == {
         (number, stable_hash(f"{number // 8}/{number % 8:04d}")) for number in range(16)
     }
-
-
-def test_an_epoch_of_two_workers_has_every_picture_once(listed: str) -> None:
-    args = options("--train-data", listed, "--train-num-samples", "16", workers=2)
-    assert sorted(row["image"] for row in rows(build(args, Extras(Letters()))["train"])) == list(range(16))
 
 
 def test_upstream_reads_shards_with_this_webdataset_while_adapted(listed: str) -> None:
@@ -378,21 +320,6 @@ def test_nothing_stays_replaced() -> None:
             assert upstream.CsvDataset is before[1]["CsvDataset"] and upstream.wds is before[1]["wds"]
             raise ZeroDivisionError
     assert [dict(vars(module)) for module in modules] == before
-
-
-def test_how_many_samples_an_epoch_has(tmp_path: Path, listed: str) -> None:
-    pairs = [("0.png", "a, b"), ("0.png", "c"), ("1.png", "d")]
-    table = write_csv(tmp_path / "t.txt", pairs, columns=("path", "text"), sep=";")
-    named = ["--train-data", str(table), "--csv-separator", ";", "--csv-img-key", "path", "--csv-caption-key", "text"]
-    assert samples_of(options(*named, "--dataset-type", "csv")) == 3
-    assert samples_of(options(*named, "--dataset-type", "csv", "--train-num-samples", "99")) == 3, "upstream reads every row"
-    assert samples_of(options("--val-data", str(table))) == 0, "evaluation alone"
-    assert samples_of(options("--dataset-type", "synthetic", "--train-num-samples", "12")) == 12
-    assert samples_of(options("--train-data", listed, "--train-num-samples", "12")) == 12
-    with pytest.raises(CoderError, match="give --train-num-samples"):
-        samples_of(options("--train-data", listed))
-    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": 8}))
-    assert samples_of(options("--train-data", listed)) == 16
 
 
 def test_tables_that_cannot_be_read_are_told(tmp_path: Path) -> None:
@@ -459,19 +386,3 @@ def test_a_csv_without_its_pictures_is_refused_in_one_line(tmp_path) -> None:
     (tmp_path / "a.png").unlink()
     with pytest.raises(CoderError, match=r"a.png, is not there: --csv-img-key"):
         drawn(absolute)
-
-
-@pytest.mark.parametrize(("resume", "expected"), [(None, ["No pretrained", "another"]), ("epoch_2.pt", ["another"])])
-def test_a_resumed_run_does_not_warn_of_random_weights(resume, expected, caplog) -> None:
-    """open_clip's factory warns where it makes the model, before the checkpoint is read."""
-
-    def make_model(*_: Any) -> None:
-        logging.warning("No pretrained weights loaded for model 'ViT-B-32'. Model initialized randomly.")
-        logging.warning("another")
-
-    run = SimpleNamespace(model=None, args=SimpleNamespace(resume=resume), make_model=make_model)
-    Adapter.create_model_and_transforms(SimpleNamespace(run=run, own={"create_model_and_transforms": None}), "ViT-B-32")
-    logging.warning("No pretrained weights, later")
-    assert [" ".join(message.split()[:2]) for message in caplog.messages] == [
-        each if each == "another" else "No pretrained" for each in [*expected, "later"]
-    ]

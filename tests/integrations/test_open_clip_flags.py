@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import open_clip_train.main as trainer
 
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import adapted, command, flags
-from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from tests import fresh
 
 ARGV = ["--model", "coder-tiny", "--dataset-type", "synthetic", "--train-num-samples", "8", "--batch-size", "4"]
@@ -68,13 +66,6 @@ def test_without_a_loss_everything_is_upstreams() -> None:
         assert vars(trainer.parse_args(ARGV)) == plain and adapter.run is None, "the run before is forgotten"
 
 
-def test_nothing_of_ours_is_abbreviated_and_upstreams_still_is() -> None:
-    kept, rest = flags.split(["--los", "dcl", "--batch", "4", "--loss-dist-impl", "gather"])
-    assert kept.loss is None and rest == ["--los", "dcl", "--batch", "4", "--loss-dist-impl", "gather"]
-    with adapted():
-        assert trainer.parse_args(["--batch", "4"]).batch_size == 4
-
-
 @pytest.mark.parametrize("flag", EXTRA)
 def test_our_flags_need_a_loss(flag: str) -> None:
     with pytest.raises(CoderError, match=f"{flag} without --loss: name the loss"):
@@ -87,11 +78,6 @@ def test_names_without_the_prefix_get_a_hint(flag: str) -> None:
     for argv in ([bare, *EXTRA[flag]], [f"{bare}={EXTRA[flag][0]}"]):
         with pytest.raises(CoderError, match=f"^{bare} is {flag} here$"):
             flags.split(["--loss", "dcl", *ARGV, *argv])
-
-
-def test_misspelt_names_are_told_what_there_is() -> None:
-    with pytest.raises(CoderError, match="--coder-aggregate is no flag; known: --coder-config, --coder-concepts"):
-        flags.split(["--loss", "dcl", "--coder-aggregate=gpo"])
 
 
 @pytest.mark.parametrize(
@@ -123,11 +109,6 @@ def _upstreams_help() -> str:
     from open_clip_train import params
 
     return inspect.getsource(params)
-
-
-def test_naflex_is_refused_where_upstream_has_it() -> None:
-    with pytest.raises(CoderError, match="--use-naflex does not go with --loss: NaFlex"):
-        flags.options(Namespace(loss="dcl", config=None), Namespace(use_naflex=True))
 
 
 def test_a_file_of_our_options(tmp_path: Path) -> None:
@@ -184,15 +165,6 @@ def test_help_lists_both(capsys: pytest.CaptureFixture[str]) -> None:
         assert flag in text, flag
 
 
-def test_help_without_the_trainer_says_what_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "open_clip_train", None)
-    assert command.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--coder-set" in text and 'pip install pandas fsspec' in text
-
-
 @pytest.mark.parametrize(("version", "gone"), [("2.30.0", None), ("5.0.0", None), ("3.3.0", "create_loss"), ("4.1.0", None)])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, gone: str | None) -> None:
     fake: dict[str, Any] = {"create_loss": None, "__name__": "open_clip_train.main"}
@@ -201,32 +173,6 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: st
     monkeypatch.setattr("open_clip_train.main", Namespace(**fake))
     with pytest.raises(CoderError, match=f"knows the trainers of open_clip 3.3 and of 4, with its tasks; this is {version}"):
         command.find_adapter()
-
-
-def test_a_name_that_upstream_no_longer_has_is_an_error() -> None:
-    module = Namespace(there=1, __name__="upstream")
-    with pytest.raises(CoderError, match="upstream has no gone, lost: the adapter does not know this version"):
-        with overridden(module, {"there": 2, "gone": 3, "lost": 4}):
-            raise AssertionError
-    assert module.there == 1
-    with pytest.raises(CoderError, match="upstream has no gone"):
-        Shadow(module, gone=1)
-    shadow = Shadow(module, there=5)
-    assert shadow.there == 5 and shadow.__name__ == "upstream"
-
-
-MISSING = """
-import sys
-sys.modules["pandas"] = None
-from coder_plugin.integrations.open_clip.command import main
-sys.exit(main(["--loss", "dcl"]))
-"""
-
-
-def test_without_pandas_the_extra_is_named() -> None:
-    done = fresh.run(["-c", MISSING])
-    assert done.returncode == 2 and "pandas" in done.stderr and 'pip install pandas fsspec' in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_the_module_is_the_command() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open-clip", exc_type=ImportError)
 
@@ -20,14 +18,13 @@ from open_clip_train.data import SharedEpoch
 from coder_plugin.data.hard_negatives import HardNegatives
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip.data import Extras, pack, unpack
+from coder_plugin.integrations.open_clip.data import Extras, unpack
 from tests.integrations import upstream_runs as runs
 from tests.integrations.test_open_clip_data import Letters, build, options, png, read, write_tar
 
 pytestmark = pytest.mark.skipif(
     not open_clip.__version__.startswith("3.3."), reason="batches are packed for open_clip 3.3 alone"
 )
-NAMES = ("text_positive", "text_negatives")
 
 
 def negatives(number: int) -> list[str]:
@@ -91,22 +88,6 @@ def test_batches_have_what_our_own_reader_draws(tmp_path: Path, kind: str) -> No
     assert found[0] == ([""] * 3, [-2] * 3)
 
 
-def test_packed_rows_unpack() -> None:
-    text = torch.randint(0, 9, (2, 6))
-    rows = {"text_positive": torch.randint(0, 9, (2, 6)), "text_negatives": torch.randint(0, 9, (2, 3, 6))}
-    ids = torch.tensor([[2**62, -1, -2], [5, 6, 7]])
-
-    def packed(number: int, names: tuple[str, ...]) -> Tensor:
-        one = {"text_negative_ids": ids[number], "image_id": torch.tensor(2**63 - 1 - number)}
-        return pack(text[number], {**one, **{name: rows[name][number] for name in names}}, names)
-
-    for names in (NAMES, NAMES[1:]):
-        back, further = unpack(torch.stack([packed(number, names) for number in range(2)]), names)
-        assert torch.equal(back, text) and torch.equal(further["text_negative_ids"], ids)
-        assert all(torch.equal(further[name], rows[name]) for name in names)
-        assert further["image_id"].tolist() == [2**63 - 1, 2**63 - 2]
-
-
 def test_faults_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = write_table(tmp_path / "data.tsv", first='["a", 1]')
     args = options("--train-data", str(table), "--dataset-type", "csv")
@@ -122,10 +103,6 @@ def test_faults_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     args = options("--train-data", str(shard), "--dataset-type", "webdataset", "--train-num-samples", "8", batch_size=7)
     assert sorted(batches(args, extras())) == list(range(1, 8))
     assert "its negatives are not a list of texts" in caplog.text
-
-
-def test_without_them_data_sets_can_still_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(Extras(Letters()))).negatives is None
 
 
 def test_a_run_trains_with_them(released: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,13 +33,6 @@ def test_heads_get_groups_of_their_own_with_their_decay():
     assert len(optimizer.state_dict()["state"]) == 4
 
 
-def test_a_scale_already_there_is_kept():
-    model = Small()
-    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr": 0.2, "lr_scale": 0.5}], lr=0.4)
-    rates.split_heads(optimizer, model, 10.0)
-    assert [g["lr_scale"] for g in optimizer.param_groups] == [0.5, 5.0]
-
-
 def test_a_group_of_heads_alone_leaves_no_empty_group():
     model = Small()
     optimizer = torch.optim.SGD([{"params": list(model.coder.parameters())}], lr=0.4)

@@ -19,11 +19,11 @@ ACCUMULATED = {"batch_size": 4, "accum_freq": 2}
     ("model", "data", "further", "flags", "processes"),
     [
         ("vit", "csv", [], {}, 1),
-        ("vit", "csv", [], {"precision": "amp_bf16"}, 1),
+        pytest.param("vit", "csv", [], {"precision": "amp_bf16"}, 1, marks=pytest.mark.slow),
         ("timm-hf", "webdataset-one", ["--use-bn-sync"], ACCUMULATED, 1),
-        ("custom", "csv", ["--lock-image", "--grad-clip-norm", "1"], ACCUMULATED, 1),
-        ("vit", "csv", [], {"batch_size": 8}, 2),
-        ("resnet", "webdataset-one", GATHERED, {"batch_size": 8}, 2),
+        pytest.param("custom", "csv", ["--lock-image", "--grad-clip-norm", "1"], ACCUMULATED, 1, marks=pytest.mark.slow),
+        pytest.param("vit", "csv", [], {"batch_size": 8}, 2, marks=pytest.mark.slow),
+        pytest.param("resnet", "webdataset-one", GATHERED, {"batch_size": 8}, 2, marks=pytest.mark.slow),
         ("custom", "csv", GATHERED, ACCUMULATED, 2),
     ],
 )

@@ -108,25 +108,6 @@ def test_plain_open_clip_opens_an_export_with_every_override(run: SimpleNamespac
     assert "bilinear" in str(preprocess) and "(0.4, 0.5, 0.6)" in str(preprocess).replace("[", "(").replace("]", ")")
 
 
-def test_its_weights_go_to_pretrained(run: SimpleNamespace) -> None:
-    weights = str(run.last / "open_clip_model.safetensors")
-    model = open_clip.create_model(Path(run.model).stem, pretrained=weights, **OVERRIDES)
-    assert_same(model.state_dict(), towers(run.state))
-
-
-def test_embeddings_are_the_same(run: SimpleNamespace) -> None:
-    plain = open_clip.create_model(f"local-dir:{run.last}").eval()
-    loaded = coder_plugin.load_model(run.last)
-    images, texts = torch.randn(2, 3, 40, 24), torch.randint(1, 40000, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(plain.encode_image(images), loaded.encode_image(images))
-        assert torch.equal(plain.encode_text(texts), loaded.encode_text(texts))
-        assert loaded.embed_image(images).shape[1] > 32, "concepts' block"
-    heads = {name: value for name, value in loaded.state_dict().items() if name.startswith("coder.")}
-    assert heads
-    assert_same(heads, {name: run.state[name] for name in heads})
-
-
 def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
     """The same recall as the last validation in upstream's loop."""
     kept = json.loads((run.folder / "config.json").read_text())
@@ -145,11 +126,6 @@ def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
 def evaluate(argv: list[str]) -> dict[str, Any]:
     arguments = cli.build_parser().parse_args(argv)
     return evaluate_command(read_command(Command, arguments), read_options(arguments))
-
-
-def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:
-    with pytest.raises(CoderError, match="it has --export last"):
-        evaluate(["eval", str(run.folder), "--export", "best"])
 
 
 @pytest.mark.parametrize("start", ["checkpoints/epoch_3.pt", "export/last/open_clip_model.safetensors"])
@@ -198,12 +174,6 @@ def scale(folder: Path) -> float:
     return float(load_file(folder / "open_clip_model.safetensors")["logit_scale"])
 
 
-def test_ddps_prefix_is_the_checkpoints_alone(small: Any, tmp_path: Path) -> None:
-    saved = save(small, tmp_path, "epoch_1")
-    assert all(name.startswith("module.") for name in saved["state_dict"])
-    assert_same(load_file(tmp_path / "export/epoch_1/open_clip_model.safetensors"), towers(small.state_dict()))
-
-
 @pytest.mark.parametrize("broken", ["write_files", "shutil.copytree", "os.replace", "nest"])
 def test_a_save_that_is_killed_leaves_the_one_before_whole(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -238,15 +208,6 @@ def test_a_save_that_is_killed_leaves_the_one_before_whole(
     assert scale(tmp_path / "export/last") == scale(tmp_path / "export/epoch_latest") == epoch + 2
 
 
-def test_a_later_save_does_not_reach_into_kept_exports(small: Any, tmp_path: Path) -> None:
-    """``last`` shares files with the export that it was linked to."""
-    for name in ("epoch_1", "epoch_2", "tmp"):
-        save(small, tmp_path, name)
-    latest = float(small.logit_scale)
-    scales = {path.name: scale(path) for path in (tmp_path / "export").iterdir()}
-    assert scales == {"epoch_1": latest - 2, "epoch_2": latest - 1, "epoch_latest": latest, "last": latest}
-
-
 @pytest.mark.parametrize(
     ("checkpoints", "saved", "kept"),
     [
@@ -265,11 +226,6 @@ def test_exports_go_with_their_checkpoints(tmp_path: Path, checkpoints: str, sav
         (tmp_path / "export" / name).mkdir(parents=True)
     saving.prune(tmp_path, saved)
     assert {path.name for path in (tmp_path / "export").iterdir()} == {*kept.split(), "epoch_latest", "last"}
-
-
-def test_other_things_are_saved_as_they_are() -> None:
-    assert saving.is_checkpoint({"epoch": 1, "state_dict": {}, "optimizer": {}})
-    assert not any(map(saving.is_checkpoint, [{}, {"state_dict": {}}, torch.ones(2), [1]]))
 
 
 def test_resuming_needs_the_same_heads(small: Any, tmp_path: Path) -> None:

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import coder_plugin
 import coder_plugin.integrations.open_clip
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip import rates
-from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.run import Run
-from coder_plugin.training.prepare import freeze_batch_norm
 from tests.integrations import upstream_runs as runs
 
 HEADS = ["--coder-concepts", "scenes", "--coder-set", "prototypes.clusters=8", "momentum.bank_size=256"]
@@ -35,12 +31,6 @@ def evaluation(released: Any, folder: Path, name: str, *further: str) -> list[st
     return runs.command(folder, name, released.models["vit"], data, *further)
 
 
-def test_heads_have_their_rate(trained: runs.Ran) -> None:
-    groups = trained.saved(1)["optimizer"]["param_groups"]
-    assert [group.get("lr_scale", 1.0) for group in groups] == [1.0, 1.0, 10.0, 10.0]
-    assert groups[-1]["lr"] == pytest.approx(10 * groups[0]["lr"])
-
-
 @pytest.mark.parametrize("weights", ["checkpoints/epoch_1.pt", "export/last/open_clip_model.safetensors"])
 def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     made: list[Any] = []
@@ -58,15 +48,6 @@ def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, rele
     assert tuple(made[0][0].visual.preprocess_cfg["mean"]) == (0.5, 0.4, 0.3)
     assert tuple(made[0][2].transforms[-1].mean) == (0.5, 0.4, 0.3)
     assert tuple(made[1][2].transforms[-1].mean) == (0.1, 0.1, 0.1)  # a flag wins
-
-
-def test_heads_notes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    args = SimpleNamespace(batch_size=4, accum_freq=1, world_size=1, epochs=1)
-    data = {"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=2, num_samples=8))}
-    with caplog.at_level(logging.INFO):
-        model = coder_plugin.create_model("coder-tiny", loss="ascl(similarity=fusion)", context_blocks=1)
-        Run.start(SimpleNamespace(args=args, model=model), data, 0, None)  # type: ignore[arg-type]
-    assert caplog.text.count("fusion: no feature of the whole image") == 1
 
 
 def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
@@ -106,16 +87,6 @@ def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: An
     assert ran.saved(2)["state_dict"]["logit_scale"].ndim == 0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
-def test_momentum_towers_of_bfloat16_weights_are_float32(precision: str, released: Any, tmp_path: Path) -> None:
-    options = {"precision": precision, "epochs": 1}
-    line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "m_dcl", **options)
-    state = runs.train(line).saved(1)["state_dict"]
-    average = state["coder.heads.momentum.towers.model.visual.conv1.weight"]
-    assert average.dtype == torch.float32 != state["visual.conv1.weight"].dtype
-    assert not torch.equal(average, average.bfloat16().float())  # it has moved by less than bfloat16 can tell
-
-
 @pytest.mark.parametrize(
     "further, message",
     [
@@ -130,15 +101,6 @@ def test_flags_that_would_have_no_effect_are_refused(
 ) -> None:
     with pytest.raises(CoderError, match=message):
         runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further))
-
-
-def test_synchronised_batch_norms_leave_frozen_ones_frozen() -> None:
-    tower = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
-    tower[1].requires_grad_(False)
-    freeze_batch_norm(tower)
-    converted = Adapter.convert_sync_batchnorm(tower).train()
-    assert not converted[1].training and isinstance(converted[1], nn.BatchNorm2d)
-    assert isinstance(converted[2], nn.SyncBatchNorm) and converted[2].training
 
 
 @pytest.mark.parametrize("given", [[], ["--precision", "amp_bf16"], ["--loss"]])
@@ -156,13 +118,6 @@ def test_without_a_gpu_the_precision_is_fp32(given: list[str], released: Any, tm
     assert ("--precision fp32, because there is no GPU" in capsys.readouterr().out) is not bool(given)
 
 
-def test_the_rate_that_main_logs_is_the_towers() -> None:
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr_scale": 100.0}], lr=0.1)
-    rates.assign_learning_rate(optimizer, 0.5)
-    assert rates.base_learning_rate(optimizer) == pytest.approx(0.5)
-
-
 def test_health_is_logged_at_upstreams_steps() -> None:
     logged: list[int] = []
     coder = SimpleNamespace(health=lambda: {"x": 1.0})
@@ -177,47 +132,6 @@ def test_health_is_logged_at_upstreams_steps() -> None:
     run.after_step()
     run.after_step()
     assert logged == [4, 6, 8, 8] and run.step == 10
-
-
-def test_an_exports_folder_stands_for_its_weights(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
-    last = trained.folder / "export" / "last"
-    files = ["--pretrained", str(last / "open_clip_model.safetensors")]
-    expected = runs.train(evaluation(released, tmp_path, "a", *CODER, *files)).logged("val/rsum")
-    assert runs.train(evaluation(released, tmp_path, "b", *CODER, "--pretrained", str(last))).logged("val/rsum") == expected
-    place = runs.command(tmp_path, "c", f"local-dir:{last}", ["--val-data", released.data["csv"][1]], *CODER)
-    assert runs.train(place).logged("val/rsum") == expected
-
-
-def test_a_run_that_never_began_leaves_its_name_free(released: Any, tmp_path: Path) -> None:
-    wrong = ["--loss", "coder", "--coder-concepts", str(tmp_path / "nowhere.safetensors")]
-    with pytest.raises(CoderError):
-        runs.train(runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], *wrong))
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "notes.txt").write_text("mine")
-    with pytest.raises(CoderError):
-        runs.train(runs.command(tmp_path, "old", released.models["vit"], released.data["csv"], *wrong))
-    assert (tmp_path / "old" / "notes.txt").read_text() == "mine"
-    ran = runs.train(runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1))
-    assert len(ran.logged()) == 2
-
-
-def test_nothing_to_train_on_is_no_success(released: Any, tmp_path: Path) -> None:
-    line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "dcl", batch_size=64)
-    with pytest.raises(CoderError, match="32 samples has no step of 64 pairs"):
-        runs.train(line)
-    shards = ["--train-data", f"{tmp_path}/none-{{0..1}}.tar", "--dataset-type", "webdataset", "--train-num-samples", "32"]
-    with pytest.raises(CoderError, match="no batch could be read"):
-        runs.train(runs.command(tmp_path, "b", released.models["vit"], shards, "--loss", "dcl"))
-    assert not list((tmp_path / "b").glob("export/*"))
-    with pytest.raises(CoderError, match="--val-data .* does not exist"):
-        missing = ["--val-data", str(tmp_path / "none.csv")]
-        runs.train(runs.command(tmp_path, "c", released.models["vit"], released.data["csv"], "--loss", "dcl", *missing))
-
-
-def test_evaluation_of_a_checkpoint_asks_for_no_rate(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
-    resume = ["--resume", str(trained.folder / "checkpoints" / "epoch_1.pt")]
-    assert runs.train(evaluation(released, tmp_path, "a", *CODER, *resume)).logged("val/rsum")
 
 
 def test_a_teacher_of_the_loss_is_the_weights_that_the_run_starts_from(released: Any, tmp_path: Path) -> None:

@@ -33,14 +33,12 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
 @pytest.mark.parametrize(
     ("loss", "model", "further"),
     [
-        ("dcl", "custom", []),
-        ("clip + dcl", "vit", []),
-        ("siglip", "sigmoid", ["--siglip"]),
-        ("vse-infinity", "vit", []),
+        pytest.param("dcl", "custom", [], marks=pytest.mark.slow),
+        pytest.param("siglip", "sigmoid", ["--siglip"], marks=pytest.mark.slow),
         ("clip", "coca", []),
         ("coder", "vit", [*CODER, "concepts.norm=none"]),  # no BatchNorm
         ("clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"]),  # no BatchNorm
-        ("clip + ascl", "vit", ["--coder-negatives", "none"]),  # no noise
+        pytest.param("clip + ascl", "vit", ["--coder-negatives", "none"], marks=pytest.mark.slow),  # no noise
     ],
 )
 def test_accumulated_gradients_are_the_big_batchs(

@@ -12,8 +12,6 @@ import torch
 from PIL import Image
 
 import coder_plugin
-from coder_plugin.backbones.tokenizers import build_vocabulary
-from coder_plugin.errors import CoderError
 from coder_plugin.integrations.sentence_transformers import PictureText
 from coder_plugin.pretrained.export import export_model
 from tests.integrations import hub_runs
@@ -65,16 +63,6 @@ def test_it_trains(folder: Path, pictures: list[Image.Image]) -> None:
     module = PictureText.load(str(folder)).train()
     module(module.preprocess([pictures[0], "a dog"]))["sentence_embedding"].sum().backward()
     assert module.model.visual.proj.grad.abs().sum() > 0 and module.model.text_projection.grad.abs().sum() > 0
-
-
-def test_region_models_are_not_for_it(tmp_path: Path) -> None:
-    words = build_vocabulary(["a dog"] * 4)
-    options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    export_model(coder_plugin.create_model("region-bigru", loss="dcl", **options), tmp_path / "export")
-    shared = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "shared")
-    assert not (shared / "modules.json").exists()
-    with pytest.raises(CoderError, match="reads region features"):
-        PictureText.load(str(shared))
 
 
 def test_it_is_opened_by_the_library(folder: Path, pictures: list[Image.Image], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import gc
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -160,14 +159,6 @@ def test_further_columns_are_hard_negatives(make: Any, pairs: Any, tmp_path: Pat
         objective([columns["image"], columns["caption"]])
 
 
-def test_labels_are_integers(make: Any) -> None:
-    model = runs.wrap(make("dcl"))
-    features = [model[0].preprocess(runs.pictures(2)), model[0].preprocess(["a", "b"])]
-    for labels in (torch.tensor([0.5, 1.0]), torch.ones(2, 2, dtype=torch.long)):
-        with pytest.raises(CoderError, match="'label' must hold an integer"):
-            CoderLoss(model, "dcl")(features, labels)
-
-
 def test_another_sentence_transformer_is_refused() -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import BoW
@@ -269,82 +260,6 @@ def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_pa
     assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
 
 
-def test_a_larger_loss_keeps_the_bank(make: Any, pairs: Any, tmp_path: Path) -> None:
-    """Momentum towers and bank go on, and a new momentum copy has the aggregator that the model has."""
-    model = make("dcl + m_dcl")
-    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="dcl + m_dcl", max_steps=2).train()
-    before = {name: value.clone() for name, value in model.coder.heads["momentum"].state_dict().items()}
-    CoderLoss(runs.wrap(model), "dcl + m_dcl + pgc")
-    assert "prototypes" in model.coder.heads and before["bank.count"] == 8
-    after = model.coder.heads["momentum"].state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    assert not torch.equal(after["towers.model.visual.proj"], model.visual.proj)
-    pooled = make("dcl", aggregator="gpo")
-    CoderLoss(runs.wrap(pooled), "dcl + m_dcl")
-    copied = pooled.coder.heads["momentum"].towers.model.coder.aggregators.state_dict()
-    assert copied and all(torch.equal(copied[name], value) for name, value in pooled.coder.aggregators.state_dict().items())
-
-
-def test_the_loss_of_another_model_is_refused(make: Any) -> None:
-    """As with ``model_init``, which makes the trainer's model anew."""
-    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
-    with pytest.raises(CoderError, match="loss=lambda model: CoderLoss"):
-        objective.model = runs.wrap(make("dcl"))
-        objective([])
-
-
-def test_ddp_leaves_banks_alone(make: Any) -> None:
-    model = runs.wrap(make())
-    CoderLoss(model, "dcl + m_dcl")
-    ignored = model._ddp_params_and_buffers_to_ignore
-    present = model.state_dict().keys()
-    assert "0.model.coder.heads.momentum.bank.image" in ignored and set(ignored) <= present
-
-
-def test_heads_that_are_there_stay(make: Any) -> None:
-    model = make("dcl + m_dcl + clip")
-    coder = model.coder
-    CoderLoss(runs.wrap(model), "dcl + m_dcl")
-    CoderLoss(runs.wrap(model), "clip")
-    assert model.coder is coder
-
-
-@pytest.mark.parametrize(
-    "first, second, filled",
-    [("m_dcl", "dcl", 8), ("m_dcl + dcl", "m_dcl", 16), ("m_dcl", "m_dcl + concept_dcl", 16), ("clip", "m_dcl", 8)],
-)
-def test_two_losses_of_one_model_share_its_heads(make: Any, first: str, second: str, filled: int) -> None:
-    """As sentence-transformers trains a loss for each data set, in turn."""
-    model = runs.wrap(make(first))
-    inner = model[0].model
-    losses = [CoderLoss(model, first), CoderLoss(model, second)]
-    optimizer = sgd(inner)
-    texts = model[0].preprocess(["a red circle", "a dog", "a cat", "a square"])
-    for step in range(4):
-        pictures = {"pixel_values": torch.rand(4, 3, 64, 64), "image_id": torch.arange(4) + 4 * step}
-        sum(losses[step % 2]([pictures, texts]).values()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert inner.coder.followed_by.steps == 4
-    assert inner.coder.heads["momentum"].bank.count == filled
-
-
-def test_two_losses_with_other_options_of_a_head_are_refused(make: Any) -> None:
-    model = runs.wrap(make("m_dcl"))
-    earlier = CoderLoss(model, "m_dcl")
-    CoderLoss(model, Objective.parse("m_dcl + concept_dcl").with_options({"momentum.bank_size": 12}))
-    assert len(model[0].model.coder.heads["momentum"].bank.ids) == 12
-    with pytest.raises(CoderError, match="has built the head 'momentum' again with other options"):
-        earlier([model[0].preprocess(runs.pictures(2)), model[0].preprocess(["a", "b"])])
-
-
-def test_a_scale_that_no_earlier_loss_read_is_trained(make: Any) -> None:
-    model = make("dcl")
-    assert not model.logit_scale.requires_grad
-    CoderLoss(runs.wrap(model), "clip")
-    assert model.logit_scale.requires_grad
-
-
 def test_checkpointing_and_half_precision_reach_the_model(make: Any, pairs: Any, tmp_path: Path) -> None:
     """huggingface/sentence-transformers #3393."""
     model = runs.wrap(make("clip"))
@@ -352,25 +267,6 @@ def test_checkpointing_and_half_precision_reach_the_model(make: Any, pairs: Any,
     assert model[0].model.visual.transformer.grad_checkpointing and model[0].model.transformer.grad_checkpointing
     whole = model.encode(runs.pictures())
     assert torch.from_numpy(model.bfloat16().encode(runs.pictures())).allclose(torch.from_numpy(whole), atol=0.05)
-
-
-def test_a_later_trainer_is_followed_too(make: Any, pairs: Any, tmp_path: Path) -> None:
-    model = make()
-    wrapped = runs.wrap(model)
-    objective = CoderLoss(wrapped, "dcl + m_dcl")
-    for _ in range(2):
-        runs.trainer(wrapped, pairs, tmp_path, loss=objective, max_steps=2).train()
-        assert model.coder.followed_by.steps == 2
-    assert model.coder.heads["momentum"].bank.count == 16
-    mine = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.coder.followed_by.remove()
-    following = coder_plugin.follow(model, mine)
-    objective([wrapped[0].preprocess(runs.pictures(2)), wrapped[0].preprocess(["a", "b"])])["dcl_loss"].backward()
-    mine.step()
-    assert model.coder.followed_by is following and following.steps == 1
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    other.step()
-    assert model.coder.followed_by is following
 
 
 def test_two_optimizers_of_parts_are_refused_unless_they_are_followed(make: Any) -> None:
@@ -401,18 +297,6 @@ def test_two_optimizers_of_parts_are_refused_unless_they_are_followed(make: Any)
     assert model.coder.followed_by is following and following.steps == 2
 
 
-def test_a_loss_that_is_gone_follows_nothing(make: Any) -> None:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-    gc.collect()
-    before = len(hooks)
-    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
-    assert len(hooks) == before + 1
-    del objective
-    gc.collect()
-    assert len(hooks) == before
-
-
 def test_the_scale_of_the_logits_has_a_limit(make: Any, pairs: Any, tmp_path: Path) -> None:
     model = make("clip")
     runs.trainer(runs.wrap(model), pairs, tmp_path, loss="clip", max_steps=1, optim="sgd", learning_rate=0.0).train()
@@ -420,23 +304,6 @@ def test_the_scale_of_the_logits_has_a_limit(make: Any, pairs: Any, tmp_path: Pa
         model.logit_scale.fill_(9.0)
     runs.trainer(runs.wrap(model), pairs, tmp_path, loss="clip", max_steps=1, learning_rate=1e-6).train()
     assert model.logit_scale.item() == pytest.approx(4.6052, abs=1e-4)
-
-
-def test_the_dimension_follows_the_heads(make: Any, pairs: Any, tmp_path: Path) -> None:
-    """A head that begins to score after its warm-up adds its block."""
-    expression = Objective.parse("dcl + concept_dcl").with_options({"concepts.warmup": 2})
-    model = runs.wrap(make(expression))
-    assert model[0].get_embedding_dimension() == 32
-    runs.trainer(model, pairs, tmp_path, loss=expression, max_steps=3).train()
-    dimension = model[0].get_embedding_dimension()
-    assert dimension > 32 and model.encode(["a dog", runs.pictures(1)[0]]).shape == (2, dimension)
-
-
-def test_the_card_names_the_loss(make: Any, pairs: Any, tmp_path: Path) -> None:
-    model = runs.wrap(make("clip + 0.5*dcl"))
-    runs.trainer(model, pairs, tmp_path, loss="clip + 0.5*dcl", max_steps=1).train()
-    model.save(str(tmp_path / "saved"))
-    assert "clip + 0.5*dcl" in (tmp_path / "saved" / "README.md").read_text()
 
 
 EXPRESSION = "dcl + m_dcl"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -72,7 +72,6 @@ def test_expected_value() -> None:
     assert got.dtype == torch.float64 and got.item() == pytest.approx(z["loss"], rel=1e-12)
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(0, 7), st.sampled_from([0.05, 0.3, 1.0]), st.data())
 def test_equals_the_slow_reference(n: int, m: int, temperature: float, data: st.DataObject) -> None:
     similarity, noise = scores(n, m, data.draw(st.integers(0, 10_000)))
@@ -183,7 +182,6 @@ def test_derivatives_of_features(form: str, case: str) -> None:
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     st.tuples(st.integers(1, 30), st.sampled_from([3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 2**31)),
     st.sampled_from(["distinct", "some", "one"]),
@@ -215,14 +213,6 @@ def test_tiles_equal_the_reference(shape, images, share, m, partly, temperature,
     compare_forms(loss, torch.tensor(1 / temperature, dtype=torch.float64), v, w, *noised)
 
 
-def test_the_scores_of_features_are_their_products() -> None:
-    (v, w), noised, ids = pair(5, 3), rows(drawing(1), 4, 3), torch.tensor([1, 2, 1, 3, 4])
-    valid, rest = torch.tensor([True, False, True, True]), {"temperature": 0.3, "image_ids": ids}
-    for form in FORMS:
-        got = ascl_of_features(v, w, noised, noise_valid=valid, implementation=form, **rest)
-        close(got, ascl(v @ w.T, v @ noised.T, noise_valid=valid, **rest))
-
-
 def test_memory() -> None:
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     valid = torch.empty(32_768, dtype=torch.bool, device="meta")
@@ -243,15 +233,9 @@ def test_half_types_are_raised_and_autocast_changes_nothing(form: str) -> None:
     raises_halves(loss_of_form(form), *pair(6, 4), rows(drawing(1), 5, 4))
 
 
-@pytest.mark.parametrize(("form", "one_tile"), [("reference", 0), ("tiled", 1 << 24), ("tiled", 0)])
+@pytest.mark.parametrize(("form", "one_tile"), [("reference", 0), ("tiled", 0)])
 def test_compiles(form: str, one_tile: int) -> None:
     compiles(loss_of_form(form), *pair(6, 4), rows(drawing(1), 5, 4), one_tile=one_tile)
-
-
-def test_half_scores_are_raised() -> None:
-    similarity, noise = scores(4, 4, 4)
-    raises_halves(lambda s, z: ascl(s, z, temperature=0.01), similarity, noise)
-    compiles(lambda s, z: ascl(s, z, temperature=0.05), similarity, noise)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -297,16 +281,6 @@ def test_bad_features() -> None:
             ascl_of_features(*arguments, temperature=0.1, **options)
     with pytest.raises(ValueError, match=r"text_to_image must have similarity's shape \(1, 3\)"):
         ascl(torch.zeros(1, 3), temperature=0.1, anchors=slice(0, 1))
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_bad_temperature(temperature: float) -> None:
-    for call in (
-        lambda: ascl(torch.zeros(2, 2), temperature=temperature),
-        lambda: AsCL(temperature=temperature),
-    ):
-        with pytest.raises(ValueError, match="temperature must be > 0"):
-            call()
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import create_loss, create_model, distributed
-from coder_plugin.contrast import Dense, Negatives, products
+from coder_plugin.contrast import Dense, products
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity
 from coder_plugin.losses import dcl as written
 from coder_plugin.losses.dcl import DCL, DCLOptions, anchor_losses
 from coder_plugin.losses.diversity import raw_diversity
 from coder_plugin.objective import Objective
-from coder_plugin.resolver import resolve
 from tests import gloo
 from tests.losses.checks import compiles, hard_memory, memory_at_32768_pairs, stays_finite
 from tests.losses.drawn import (
     BAD_DCL_OPTIONS,
     EXACT,
     FORMS,
-    KEYS,
     KINDS,
     TILE_SHAPES,
     Momentum,
@@ -121,7 +119,6 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int] | None]:
     return images, texts, draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))
 
 
-@settings(max_examples=100)
 @given(
     batch=batches(),
     kind=st.sampled_from(KINDS),
@@ -143,7 +140,6 @@ def test_equal_to_the_slow_reference(batch, kind, mu, gamma, epsilon, positive_w
     close(got, reference.dcl(images.tolist(), texts.tolist(), ids, bank_diversity=weights, **options))
 
 
-@settings(max_examples=25)
 @given(
     st.integers(1, 6), st.integers(0, 7), st.sampled_from(KINDS), st.none() | st.integers(1, 50), st.sampled_from(FORMS),
     st.integers(0, 999),
@@ -268,7 +264,6 @@ def test_of_several_features_of_an_image_the_best_counts() -> None:
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 999)),
     options=dcl_options(),
@@ -412,25 +407,6 @@ def test_the_gradient_through_the_weights_is_a_choice(kind: Any) -> None:
         assert not dcl(features[0].requires_grad_(), features[1], diversity_gradient=True).requires_grad
 
 
-@pytest.mark.parametrize("form", ["reference", "auto"])
-def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another equation in place of anchor_losses: value and gradient follow in every form."""
-
-    def another(negatives: Negatives, weights: Tensor, options: Any) -> Tensor:
-        return anchor_losses(negatives, weights, options) + 3 * (1 - negatives.positive) ** 2 + negatives.hardest()
-
-    v, w = pair(5, 3)
-    scores = v @ w.T
-    hardest = scores.masked_fill(torch.eye(5, dtype=torch.bool), -9)
-    more = 6 * (1 - scores.diagonal()).square().mean() + hardest.amax(1).mean() + hardest.amax(0).mean()
-    want = dcl(v, w) + more
-    monkeypatch.setattr(written, "anchor_losses", another)
-    close(dcl(v, w, implementation=form), want)
-    close(DCL()(v, w), want)
-    compare_forms(dcl, v, w)
-    second_order(lambda *x: dcl(*x, diversity="none", implementation=form), v, w)
-
-
 # -- degenerate batches: finite value and gradient -------------------------------------------------------------------
 
 
@@ -442,19 +418,6 @@ DEGENERATE += [{"implementation": form, "mu": mu} for form in FORMS for mu in (0
 def test_degenerate_batches_stay_finite(options: dict[str, Any]) -> None:
     for epsilon in (1e-3, 0.1, 1e3):
         stays_finite(lambda v, w, ids, e=epsilon: dcl(v, w, image_ids=ids, epsilon=e, **options))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_values_of_degenerate_batches(form: str) -> None:
-    one, two = pair(1, 4)
-    # no negative: the positive's term alone, in both directions
-    close(dcl(one, two, implementation=form), -2 * math.log1p((one @ two.T).item()))
-    images, texts = pair(6, 8)
-    one_image = dcl(images, texts, image_ids=torch.full((6,), 7), implementation=form)
-    close(one_image, -2 * (1 + (images * texts).sum(1)).log().mean())
-    close(dcl(images[:1], -images[:1], implementation=form), -2 * math.log(1e-6))  # 1 + S_pos is clamped
-    zeros = torch.zeros(3, 4, dtype=torch.float64)
-    close(dcl(zeros, zeros, implementation=form), 2 * 0.1 * math.log1p(2 * math.exp(-3)))
 
 
 # -- precision -------------------------------------------------------------------------------------------------------
@@ -494,16 +457,6 @@ def test_half_features_multiplied_as_on_a_gpu(dtype, bound, one_tile, monkeypatc
                     assert error <= (bound if scale == 1 else 2**-5), (scale, options.keys(), error)
 
 
-def test_one_tile_of_rows_that_differ_much() -> None:
-    """In float32 the exponentials of one row vanish about another row's maximum: 0.5 / 0.003 is above 88."""
-    images = torch.eye(3)
-    texts = torch.tensor([[1.0, 0.5, 0.2], [0.9, 1.0, 0.5], [1.0, 0.1, 1.0]])
-    loss = lambda *x, form: dcl(*x, mu=0.003, diversity="none", implementation=form)  # noqa: E731
-    want = value_and_gradient(lambda *x: loss(*x, form="reference"), images.double(), texts.double())
-    got = value_and_gradient(lambda *x: loss(*x, form="tiled"), images, texts)
-    torch.testing.assert_close(got, [each.float() for each in want], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "options", [*({"diversity": kind} for kind in KINDS), {"anchors": slice(3, 9)}, {"implementation": "reference"}], ids=str
 )
@@ -521,7 +474,7 @@ def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
 # -- compilation and memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["auto", "tiled", "several tiled", "hard tiled"])
+@pytest.mark.parametrize("name", ["auto", "several tiled", "hard tiled"])
 def test_compiled_without_a_graph_break(name: str) -> None:
     loss, features = case("hard" if "hard" in name else "printed")
     form = name.split()[-1]
@@ -537,25 +490,10 @@ def test_compiled_by_inductor() -> None:
     torch.testing.assert_close(value_and_gradient(compiled, *features), value_and_gradient(loss, *features), **EXACT)
 
 
-@pytest.mark.parametrize("name", ["printed", "anchors"])
-def test_compiled_without_a_gradient(name: str) -> None:
-    torch._dynamo.reset()
-    loss, features = case(name)
-    function = lambda *x: loss(*x, implementation="tiled")  # noqa: E731
-    close(torch.compile(function, backend="aot_eager", fullgraph=True)(*features), function(*features))
-
-
 def test_memory_grows_with_the_number_of_rows() -> None:
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.5e9)
     hard_memory(dcl)
-
-
-def test_the_count_of_memory() -> None:
-    """The matrix of 2,000 pairs and its gradient count; a freed tensor does not."""
-    features = torch.empty(2000, 8, device="meta", requires_grad=True)
-    assert 2000**2 * 4 <= peak(lambda: (features @ features.T).sum().backward()) <= 3 * 2000**2 * 4
-    assert peak(lambda: [torch.empty(1000, device="meta").sum() for _ in range(10)]) < 3 * 4000
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -644,8 +582,7 @@ TERM_OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("filled", [True, False])
-@pytest.mark.parametrize("options", TERM_OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "filled"), [*((options, True) for options in TERM_OPTIONS), (BANK, False)], ids=str)
 def test_the_term_equals_its_function(options: dict[str, Any], filled: bool) -> None:
     """Value and gradient, with every option, of which none is without effect."""
     batch, head = outputs(), Momentum(filled=filled)
@@ -721,18 +658,12 @@ def test_the_loss_of_a_model_takes_the_implementation(forms_taken: list[tuple[st
         forms_taken.clear()
 
 
-@pytest.mark.parametrize("option", ["hard_negatives=true", "diversity_over='batch+bank'"])
-def test_other_features_have_neither_hard_negatives_nor_banks(option: str) -> None:
-    with pytest.raises(CoderError, match="hard negatives, the momentum banks and the generated texts"):
-        resolve(Objective.parse(f"dcl@concepts({option})"), KEYS)
-
-
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 #: With every option of the term, and drawn ones.
 TERMS = (
     *(expression("dcl", options) for options in TERM_OPTIONS),
-    *drawn_terms("dcl", 8, diversity_over=("batch", "batch+bank")),
+    *drawn_terms("dcl", 4, diversity_over=("batch", "batch+bank")),
 )
 
 

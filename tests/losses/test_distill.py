@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -106,14 +105,6 @@ def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
     assert [scale.grad is None for scale in scales] == [kind == "features", True]
 
 
-def test_anchors_are_a_part_of_the_rows() -> None:
-    given = features()
-    for options in ({}, SIMILARITY):
-        parts = [distill(**given, anchors=slice(start, stop), **options) for start, stop in ((0, 3), (3, 7))]
-        assert float(3 * parts[0] + 4 * parts[1]) == pytest.approx(7 * float(distill(**given, **options)), rel=1e-12)
-        assert float(parts[0]) != pytest.approx(float(parts[1]), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -143,20 +134,6 @@ def test_bad_input(change: dict, message: str) -> None:
 def test_bad_options(expression: str, message: str) -> None:
     with pytest.raises(CoderError, match=message):
         required_heads(Objective.parse(expression))
-
-
-def test_an_objective_says_what_it_distills_from(tiny_model: str) -> None:
-    objective = Objective.parse("clip + 0.5*distill(teacher=base) + distill(kind=similarity)")
-    assert required_heads(objective) == ("teacher",)
-    assert Objective.from_dict(objective.to_dict()) == objective
-    assert list(inspect.signature(Distill).parameters) == ["kind", "teacher", "temperature"]
-    model = create_model(tiny_model, loss=objective)
-    loss = create_loss([(2.0, Distill(kind="similarity")), "clip"], model=model)
-    assert loss.objective.labels() == ["distill", "clip"]
-    with pytest.raises(CoderError, match="created with distill.teacher='base'., and the loss asks for 'other'"):
-        create_loss("distill(teacher=other)", model=model)
-    text = "ViT-B-32/laion2b_s34b_b79k"
-    assert dict(Objective.parse(f"distill(teacher={text})").terms[0].options) == {"teacher": text}
 
 
 @pytest.mark.parametrize("expression", ["clip + distill", "distill(kind=similarity)"])

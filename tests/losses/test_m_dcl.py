@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import dcl, m_dcl
-from coder_plugin.heads.base import Head
+from coder_plugin.functional import m_dcl
 from coder_plugin.losses import m_dcl as written
 from coder_plugin.losses.m_dcl import MDCL
 from coder_plugin.objective import Objective
@@ -98,7 +96,6 @@ def test_expected_values(options: dict[str, Any]) -> None:
     close(m_dcl(*(z[name] for name in names), **more, **options), z["loss_printed" if options else "loss"])
 
 
-@settings(max_examples=40)
 @given(
     st.integers(1, 6), st.integers(0, 8), st.sampled_from(REVERSE), st.sampled_from(OVER), st.sampled_from(KINDS),
     st.sampled_from([1.0, 0.5, "mu"]), st.sampled_from([0.02, 0.1, 2.0]), st.integers(0, 10_000),
@@ -114,7 +111,6 @@ def test_equal_to_the_slow_reference(n, q, reverse, over, kind, weight, epsilon,
     close(m_dcl(*features, **banks, diversity_over=over, diversity=kind, **shared), want)
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 4), st.sampled_from(FORMS), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(n, m, q, form, seed) -> None:
     features, generator = parts(n, q, seed=seed), drawing(seed)
@@ -124,15 +120,6 @@ def test_hard_negatives_equal_the_slow_reference(n, m, q, form, seed) -> None:
     slow = hard_reference.Hard(*(each.tolist() for each in hard.values()))
     want = hard_reference.m_dcl(v, w, tuple(keys[:2]), tuple(keys[2:]), ids.tolist(), bank_ids.tolist(), slow)
     close(m_dcl(*features, image_ids=ids, bank_ids=bank_ids, implementation=form, **hard), want)
-
-
-@pytest.mark.parametrize("reverse", ["paired", "all"])
-def test_of_an_empty_bank_and_equal_towers_it_is_dcl_twice(reverse: Any) -> None:
-    """Keys that equal the live features, no entries: each bank's two directions are DCL's two."""
-    images, texts, *_ = parts(6)
-    empty = images.new_zeros(0, 4)
-    got = m_dcl(images, texts, images, texts, empty, empty, reverse=reverse)
-    torch.testing.assert_close(got, 2 * dcl(images, texts), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -175,7 +162,6 @@ def test_effective_negatives_keep_the_scale() -> None:
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 17]), st.sampled_from([1e-3, 1.0, 1e3]), st.integers(0, 999)),
     options=dcl_options(reverse=st.sampled_from(REVERSE), diversity_over=st.sampled_from(OVER)),
@@ -378,19 +364,6 @@ def test_bad_input_is_named(options: dict[str, Any], message: str) -> None:
         m_dcl(*parts(), **{**BANKS, **options})
 
 
-@pytest.mark.parametrize("which", range(6))
-def test_features_that_do_not_fit_are_named(which: int) -> None:
-    name = ("image_features", "text_features", "image_keys", "text_keys", "image_bank", "text_bank")[which]
-    changed, large = parts(), parts()
-    changed[which], large[which] = changed[which][:, :3], large[which] * 1e80
-    with pytest.raises(ValueError, match=f"{name if which else 'text_features'} .*must have"):
-        m_dcl(*changed)
-    with pytest.raises(CoderError, match=f"{name} holds values of"):
-        m_dcl(*large)
-    with pytest.raises(ValueError, match=r"image_features must be \[n, d\] with n > 0, got \(0, 4\)"):
-        m_dcl(*(each[:0] for each in parts()))
-
-
 # -- the term --------------------------------------------------------------------------------------------------------
 
 
@@ -415,8 +388,7 @@ TERM_OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("filled", [True, False])
-@pytest.mark.parametrize("options", TERM_OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "filled"), [*((options, True) for options in TERM_OPTIONS), ({}, False)], ids=str)
 def test_the_term_equals_its_function(options: dict[str, Any], filled: bool) -> None:
     """Value and gradient, with every option, of which none is without effect."""
     batch, head = outputs(), Momentum(filled=filled)
@@ -482,14 +454,6 @@ def test_silent_until_the_bank_is_warm() -> None:
     close(full(**batch)["m_dcl_loss"], from_function(batch, head, {}))
 
 
-def test_a_provider_without_a_bank_is_named() -> None:
-    class Keys(Head):
-        provides = ("coder_image_keys", "coder_text_keys")
-
-    with pytest.raises(CoderError, match="MDCL needs a head with bank; 'momentum' has none"):
-        make_loss("m_dcl", {"momentum": Keys()})(**outputs())
-
-
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
@@ -509,7 +473,7 @@ SHARED = "dcl(diversity_over='batch+bank',hard_negatives=true)"
 #: Every option of the term, drawn ones, and terms that share pairs and keys.
 TERMS = (
     *(expression("m_dcl", options) for options in TERM_OPTIONS),
-    *drawn_terms("m_dcl", 8, reverse=REVERSE, diversity_over=OVER),
+    *drawn_terms("m_dcl", 4, reverse=REVERSE, diversity_over=OVER),
     f"2*m_dcl + {SHARED}",
     f"m_dcl(hard_negatives=true) + {SHARED}",
 )
@@ -533,22 +497,6 @@ def test_the_number_of_collectives(term: str, large: int, ring: int | None) -> N
     """One gather and the return of its gradient; in a large batch also the largest weights, of batch and bank."""
     number = collectives(TERMS, term)
     assert number.pop("ring", 0) <= (ring or 0) and number == {"all": 2, "local": 2, "large": large}
-
-
-def test_each_tensor_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[list[Tensor]] = []
-
-    def gather_together(tensors: list[Tensor], **_: Any) -> list[Tensor]:
-        sent.append(list(tensors))
-        return [torch.cat([each, each]) for each in tensors]
-
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "gather_together", gather_together)
-    batch = outputs()
-    loss = make_loss("dcl(diversity_over='batch+bank') + m_dcl + clip", {"momentum": Momentum()})
-    loss(**batch, logit_scale=torch.tensor(3.0))
-    names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys", "coder_ids")
-    assert sorted(map(id, sent[0])) == sorted(id(batch[name]) for name in names) and len(sent) == 1
 
 
 def rounded() -> list[tuple[Step, list[Tensor]]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning import distances, losses, miners, reducers
+from pytorch_metric_learning import losses, miners
 from torch import Tensor
 
 import coder_plugin
-from coder_plugin import CoderError, create_loss, create_model, functional, registry
-from coder_plugin.losses import pml
-from coder_plugin.losses.clip import Clip
+from coder_plugin import CoderError, create_loss, create_model, registry
 from coder_plugin.losses.pml import PML, library
 from coder_plugin.objective import Objective
 from tests import gloo
@@ -79,26 +76,6 @@ def test_equal_to_the_library(name: str) -> None:
     assert found[1].abs().sum() > 0, "no gradient compares nothing"
 
 
-def test_images_with_texts_alone() -> None:
-    """NT-Xent over images with texts is InfoNCE, if all images differ. Its cosine normalises, gradients included."""
-    images, texts = features()
-    term = library("NTXentLoss")(temperature=0.1, pairs="image-text")
-    ours = value_and_gradients(lambda *pair: Clip()(*map(F.normalize, pair), torch.tensor(10.0)), images, texts)
-    torch.testing.assert_close(value_and_gradients(term, images, texts), ours)
-    assert not torch.allclose(term(images, texts, IDS), ours[0])
-    direct = losses.TripletMarginLoss(margin=0.5)
-    both = (direct(images, IDS, None, texts, IDS.clone()) + direct(texts, IDS, None, images, IDS.clone())) / 2
-    assert torch.equal(PML(direct, pairs="image-text")(images, texts, IDS), both)
-
-
-def test_a_triplet_loss_is_ours() -> None:
-    """Sum of the hinges with all negatives: the library's, reduced by a sum, and our function."""
-    images, texts = features()
-    theirs = losses.TripletMarginLoss(margin=0.2, distance=distances.CosineSimilarity(), reducer=reducers.SumReducer())
-    found = 2 * PML(theirs, pairs="image-text")(images, texts)
-    torch.testing.assert_close(found, functional.triplet(images @ texts.T, margin=0.2, hardest=False, reduction="sum"))
-
-
 def test_objects_with_a_miner() -> None:
     images, texts = features()
     embeddings, labels = torch.cat([images, texts]), torch.cat([IDS, IDS])
@@ -154,26 +131,6 @@ def test_what_is_refused(expression: str, message: str) -> None:
         Objective.parse(expression)
 
 
-def test_objects_that_are_refused() -> None:
-    memory = losses.CrossBatchMemory(losses.NTXentLoss(), embedding_size=8)
-    learned = losses.MarginLoss(learn_beta=True, num_classes=3)
-    for loss, message in [
-        (memory, "CrossBatchMemory cannot be a term: it keeps a memory .* m_dcl has a bank"),
-        (losses.MultipleLosses([losses.NTXentLoss(), memory]), "MultipleLosses cannot be a term: it keeps a memory"),
-        (losses.SelfSupervisedLoss(losses.NTXentLoss()), "makes its own labels"),
-        (learned, "MarginLoss cannot be a term: it owns parameters"),
-        ("NTXentLoss", "takes a loss of pytorch-metric-learning, not 'NTXentLoss'"),
-    ]:
-        with pytest.raises(CoderError, match=message):
-            PML(loss)
-    with pytest.raises(CoderError, match="one of all, image-text, got 'both'"):
-        PML(losses.NTXentLoss(), pairs="both")  # type: ignore[arg-type]
-    images, texts = features()
-    both = losses.MultipleLosses([losses.NTXentLoss(), losses.SupConLoss()])
-    parts = [PML(each)(images, texts, IDS) for each in (losses.NTXentLoss(), losses.SupConLoss())]
-    torch.testing.assert_close(PML(both)(images, texts, IDS), sum(parts))
-
-
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
@@ -226,8 +183,3 @@ def test_two_ranks_equal_one_process(tiny_model: str) -> None:
     mean = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
     torch.testing.assert_close(mean, alone)
     assert not torch.allclose(first[1], second[1])
-
-
-def test_examples_run() -> None:
-    found = doctest.testmod(pml)
-    assert found.attempted and not found.failed

@@ -138,28 +138,6 @@ def test_an_average_that_is_loaded_does_not_become_the_weights_of_a_tower_locked
     assert same_storage(other)["visual.conv1.weight"]
 
 
-def test_tied_parameters_are_shared_and_copied_under_both_names(model):
-    model.visual.register_module("tied", torch.nn.Module())
-    model.visual.tied.proj = model.visual.proj
-    model.lock_image_tower()
-    model.coder.attach(model)
-    average = tower(model).model
-    assert average.visual.tied.proj is average.visual.proj is model.visual.proj
-    model.visual.proj.requires_grad_(True)
-    model.coder.post_step()
-    assert average.visual.tied.proj is average.visual.proj is not model.visual.proj
-
-
-def test_a_frozen_parameter_of_another_dtype_is_copied(model):
-    model.lock_image_tower()
-    tower(model).model.visual.double()
-    with torch.no_grad():
-        model.visual.proj.add_(1)
-    model.coder.post_step()
-    average = tower(model).model.visual.proj
-    assert average.dtype == torch.float64 and torch.equal(average, model.visual.proj.double())
-
-
 def test_the_copy_has_no_gradient_and_keeps_its_mode(model):
     outputs = model(**batch())
     assert not outputs["coder_image_keys"].requires_grad
@@ -203,22 +181,6 @@ def test_the_copy_is_state_but_not_trained_averaged_or_exported(model):
     assert set(names) <= model.state_dict().keys() | {n for n, _ in model.named_buffers()}
     average = WeightAverage(model, 0.9, leave_out=names)
     assert not any(name.startswith("coder.") for name in average.weights)
-
-
-def test_a_copied_model_follows_itself(model):
-    other = copy.deepcopy(model)
-    nudge(other)
-    other.coder.post_step()
-    first, second = (dict(tower(m).model.named_parameters())["visual.proj"] for m in (model, other))
-    assert not torch.equal(first, second)
-    assert torch.equal(first, model.visual.proj)
-
-
-def test_gradient_checkpointing_and_compile_leave_the_keys_alone(model):
-    want = model(**batch())["coder_image_keys"]
-    model.set_grad_checkpointing()
-    model.coder.attach(model)
-    torch.testing.assert_close(model(**batch())["coder_image_keys"], want)
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0])
@@ -308,18 +270,6 @@ def test_copies_are_no_modules_of_the_model(model):
     model.requires_grad_(True)
     assert not any(parameter.requires_grad for parameter in tower(model).parameters())
     assert len(list(tower(model).parameters())) > 10
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_averages_made_before_the_first_step_and_before_a_tower_is_locked(model, use_buffers):
-    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=use_buffers)
-    model.coder.post_step()
-    average.update_parameters(model)
-    model.lock_image_tower()
-    model.coder.post_step()
-    nudge(model)
-    average.update_parameters(model)
-    assert average.n_averaged == 2 and not torch.equal(average.module.text_projection, model.text_projection)
 
 
 def follow(path: str) -> dict[str, torch.Tensor]:

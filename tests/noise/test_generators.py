@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,6 @@ CUTS = {name: ALL[name] for name in ("token_cutoff", "feature_cutoff", "dropout"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 every = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 every_cut = pytest.mark.parametrize("make", CUTS.values(), ids=CUTS)
-wide = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def texts(n: int, t: int, e: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -76,7 +75,6 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 
 @every
-@wide
 @given(batch=batches())
 def test_only_words_change(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     embeddings, words, seed = batch
@@ -89,7 +87,6 @@ def test_only_words_change(make: Callable[..., Noise], batch: tuple[Tensor, Tens
 
 
 @every
-@wide
 @given(batch=batches())
 def test_what_is_no_word_has_no_influence(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     embeddings, words, seed = batch
@@ -98,7 +95,6 @@ def test_what_is_no_word_has_no_influence(make: Callable[..., Noise], batch: tup
 
 
 @every
-@wide
 @given(batch=batches())
 def test_the_state_of_torch_decides(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     """Forward is run twice under gradient accumulation; what is drawn later may not depend on the batch's values."""
@@ -112,15 +108,6 @@ def test_the_state_of_torch_decides(make: Callable[..., Noise], batch: tuple[Ten
 
 
 @every
-def test_another_seed_is_another_noise(make: Callable[..., Noise]) -> None:
-    embeddings, words = texts(3, 40, 40), torch.ones(3, 40, dtype=torch.bool)
-    assert len({tuple(noised(make(), embeddings, words, seed).flatten().tolist()) for seed in range(20)}) == 20
-    drawn = noised(make(), embeddings[:1].expand(20, -1, -1), words[:1].expand(20, -1))
-    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 20  # nor do the texts of a batch share theirs
-
-
-@every
-@wide
 @given(batch=batches())
 def test_gradients(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int]) -> None:
     """What was cut has none; each other element's arrives where that element came from."""
@@ -199,12 +186,6 @@ def test_bad_rates(make: Callable[..., Noise], value: float) -> None:
         make(rate=value)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_bad_std(value: float) -> None:
-    with pytest.raises(ValueError, match="std must be > 0"):
-        Gaussian(std=value)
-
-
 # Gaussian
 
 
@@ -225,7 +206,6 @@ def test_gaussian_statistics() -> None:
         assert torch.corrcoef(torch.stack([z.flatten(), text[own].flatten()]))[0, 1].abs() < 4 / n**0.5
 
 
-@wide
 @given(batch=batches(), factor=st.sampled_from([0.25, 8.0]))
 def test_gaussian_scales_with_the_text(batch: tuple[Tensor, Tensor, int], factor: float) -> None:
     embeddings, words, seed = batch
@@ -257,7 +237,6 @@ def _multiset(embeddings: Tensor, words: Tensor) -> Counter[tuple[int, ...]]:
     return Counter(tuple(row.tolist()) for row in bits(embeddings)[words])
 
 
-@wide
 @given(batch=batches(), draws=st.integers(1, 4))
 def test_shuffle_is_another_order_of_the_same_words(batch: tuple[Tensor, Tensor, int], draws: int) -> None:
     embeddings, words, seed = batch
@@ -302,7 +281,6 @@ def units(make: Callable[..., Noise], gone: Tensor) -> Tensor:
 
 
 @every_cut
-@wide
 @given(batch=batches(), rate=st.sampled_from([0, 0.15, 0.6, 1]))
 def test_cuts(make: Callable[..., Noise], batch: tuple[Tensor, Tensor, int], rate: float) -> None:
     """Zeros by whole units, the rest bit for bit; one unit is cut at least, and one of several is kept."""

@@ -24,14 +24,6 @@ from coder_plugin.noise.generators import (
     parse_noise,
 )
 
-OURS = {
-    "dropout": Dropout,
-    "feature_cutoff": FeatureCutoff,
-    "gaussian": Gaussian,
-    "mixture": Mixture,
-    "shuffle": Shuffle,
-    "token_cutoff": TokenCutoff,
-}
 THEIRS = """
 from coder_plugin.noise.base import Noise
 
@@ -74,23 +66,6 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ones(n: int, t: int = 3, e: int = 2) -> tuple[Tensor, Tensor]:
     return torch.ones(n, t, e), torch.ones(n, t, dtype=torch.bool)
-
-
-def test_names() -> None:
-    assert {name: registry.load("negatives", name) for name in OURS} == OURS
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_a_name_alone(name: str) -> None:
-    noise = parse_noise(name)
-    assert type(noise) is OURS[name]
-    assert getattr(noise, "rate", 0.15) == 0.15 and getattr(noise, "std", 0.1) == 0.1
-
-
-def test_options() -> None:
-    gaussian, dropout = parse_noise("gaussian( std = 2 )"), parse_noise("dropout(rate=0.5)")
-    assert isinstance(gaussian, Gaussian) and gaussian.std == 2.0
-    assert isinstance(dropout, Dropout) and dropout.rate == 0.5
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
@@ -36,7 +35,6 @@ def fault(*args) -> str:
 # truncating
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(texts, st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 5), st.integers(0, 2**32))
 def test_a_truncated_caption_is_a_proper_prefix_of_so_many_words(caption, one, other, least, seed):
     shortest, longest = sorted((one, other))
@@ -53,22 +51,9 @@ def test_a_truncated_caption_is_a_proper_prefix_of_so_many_words(caption, one, o
     assert made.split()[-1] == words(made)[-1]  # it ends with a word
 
 
-def test_the_lengths_are_drawn_uniformly_between_their_bounds():
-    random.seed(1)
-    caption = " ".join(map(str, range(20)))
-    counts = Counter(len(Truncate()(caption, ()).split()) for _ in range(4000))
-    assert sorted(counts) == list(range(8, 17))  # 40 to 80 % of 20
-    inner = [counts[kept] for kept in range(9, 16)]  # the bounds themselves round from half as wide a range
-    assert min(inner) > 420 and max(inner) < 580 and 180 < counts[8] < 320 and 180 < counts[16] < 320
-
-
 @pytest.mark.parametrize("caption", ["", " ", "dog", "dog.", "a big dog", "a big dog .", "a big dog . . .", "猫が走る"])
 def test_three_words_or_fewer_are_not_truncated(caption):
     assert Truncate()(caption, OTHERS) is None
-
-
-def test_four_words_leave_three():
-    assert {Truncate()(" the old  dog barks .", ()) for _ in range(50)} == {"the old  dog"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,6 @@ def test_shares_and_words_out_of_range(options):
 # joining
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(texts, st.lists(texts, max_size=4).map(tuple), st.integers(0, 2**32))
 def test_a_joined_caption_is_the_caption_and_another_one(caption, others, seed):
     random.seed(seed)
@@ -92,12 +76,6 @@ def test_a_joined_caption_is_the_caption_and_another_one(caption, others, seed):
         assert made is None
     else:
         assert made in {f"{caption.strip()} {other}" for other in different}
-
-
-def test_each_of_the_others_is_joined_equally_often():
-    random.seed(2)
-    counts = Counter(Join()("x", ("a", "X ", "b", "c")) for _ in range(3000))
-    assert counts.keys() == {"x a", "x b", "x c"} and all(900 < count < 1100 for count in counts.values())
 
 
 @pytest.mark.parametrize("others", [(), ("a  dog",), ("A dog", " a dog\n"), ("  ",)])
@@ -128,30 +106,6 @@ def test_evenly_among_those_that_are_possible(caption, others, kinds):
         assert (text == caption) == (kind == NO_POSITIVE)
         assert len(text) > len(caption) if kind == "join" else len(text) <= len(caption)
     assert counts.keys() == kinds and all(abs(count - 2000 / len(kinds)) < 100 for count in counts.values())
-
-
-def test_an_impossible_one_leaves_the_others_even(monkeypatch):
-    class Never:
-        def __call__(self, caption: str, others: tuple[str, ...]) -> str | None:
-            return None
-
-    load = registry.load
-    monkeypatch.setattr(registry, "load", lambda group, name: Never if name == "never" else load(group, name))
-    made, counts = Positives("never+join+truncate+never"), Counter()
-    random.seed(4)
-    for _ in range(3000):
-        counts[made(LONG, OTHERS)[1]] += 1
-    assert counts.keys() == {"join", "truncate"} and abs(counts["join"] - 1500) < 110
-
-
-def test_the_draw_is_that_of_pythons_generator():
-    made = pickle.loads(pickle.dumps(Positives("join+truncate(words=1)")))
-
-    def some(seed: int) -> list[tuple[str, str]]:
-        random.seed(seed)
-        return [made(LONG, OTHERS) for _ in range(20)]
-
-    assert some(5) == some(5) != some(6)
 
 
 # expressions
@@ -185,7 +139,6 @@ def test_faults_of_an_expression_say_what_is_known(text, said):
 
 
 def test_a_positive_that_makes_no_text_is_named(monkeypatch):
-    from coder_plugin import registry
 
     class Number:
         def __call__(self, caption, others):

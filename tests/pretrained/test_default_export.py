@@ -57,14 +57,6 @@ def test_a_best_export_that_is_damaged_is_not_replaced(run: Path) -> None:
     assert export_folder(run) == run / "export" / ".best.old"
 
 
-def test_only_a_run_with_a_last_export_has_a_default(run: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.chdir(run)
-    assert default_export(None) == default_export(tmp_path / "nowhere") == default_export("hf-hub:group/model") == "best"
-    with pytest.raises(CoderError, match="in export/best"):
-        export_folder(tmp_path)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("command", ["eval", "share"])
 def test_a_command_takes_it_too(run: Path, tmp_path: Path, command: str, caplog: Any) -> None:
     flags = ["--to", str(tmp_path / "shared")]

@@ -20,7 +20,6 @@ from coder_plugin.pretrained.build import make_transform
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.to_transformers import save_as_transformers
 from coder_plugin.training.prepare import add_lora
-from tests.backbones import tiny_clip
 from tests.conftest import TINY
 
 TEXTS = ["A dog, isn't it?", "two  small red balls & 12 CATS", "", "a " * 60]
@@ -124,18 +123,3 @@ def test_other_shapes_are_refused(make: Make, tmp_path: Path, changes: dict[str,
     with pytest.raises(CoderError, match=message):
         save_as_transformers(make(**changes), tmp_path / "clip")
     assert not (tmp_path / "clip").exists()
-
-
-def test_the_folder_must_be_new(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "clip").mkdir()
-    (tmp_path / "clip" / "notes.txt").write_text("mine")
-    with pytest.raises(CoderError, match="is not empty"):
-        save_as_transformers(make(), tmp_path / "clip")
-
-
-def test_another_tokenizer_is_written(make: Make, tmp_path: Path) -> None:
-    inner = tiny_clip.word_tokenizer()
-    wrapper = type("Tokenizer", (), {"tokenizer": inner})()
-    save_as_transformers(make(text_vocab_size=len(inner)), tmp_path / "clip", tokenizer=wrapper)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "clip")
-    assert again(TEXTS)["input_ids"] == inner(TEXTS)["input_ids"]

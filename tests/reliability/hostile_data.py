@@ -5,7 +5,6 @@ Every case is read as training reads it, to the last sample, and through a comma
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import json
@@ -225,38 +224,7 @@ TARS = [
     refused("tar-negative-size", _negative_size, "s.tar", "size -1024"),
     refused("tar-large-header", _large_header, "s.tar", "a header of 3,1"),
     refused("tar-gzip-bomb", _compressed_bomb(gzip.open), "s.tar.gz", "decompression bomb", spec="s.tar.gz"),
-    refused("tar-bzip2-bomb", _compressed_bomb(bz2.open), "s.tar.gz", "decompression bomb", spec="s.tar.gz"),
     skipped("tar-sparse-bomb", "file", _sparse),
-    refused(
-        "tar-is-no-tar",
-        lambda folder, _: (folder / "s.tar").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR." * 99),
-        "s.tar",
-    ),
-    skipped(
-        "tar-two-files-of-a-name",
-        "file",
-        lambda folder, _: shard(
-            folder,
-            special=lambda tar: [
-                add(tar, "bad0.txt", b"x"),
-                add(tar, "bad0.png", picture()),
-                add(tar, "bad0.txt", b"y"),
-            ],
-        ),
-    ),
-    Case(
-        name="shard-sizes-negative",
-        write=lambda folder, _: (shard(folder), (folder / "sizes.json").write_text('{"s.tar": -5}')),
-        commands=[lambda: train("s.tar")],
-        status=0,
-        says=[f"trained on {GOOD}: 0 of {GOOD}"],
-    ),
-    Case(
-        name="shard-count-huge",
-        write=lambda folder, _: (shard(folder), (folder / "nshards.txt").write_text("9" * 15)),
-        commands=[lambda: train(".")],
-        says=["nshards.txt", "missing"],
-    ),
 ]
 
 # -- texts of samples
@@ -264,16 +232,9 @@ TARS = [
 TEXTS = [
     skipped(f"sample-{name}", kind, lambda folder, _, sample=sample: shard(folder, {"png": picture(), **sample}))
     for name, kind, sample in (
-        ("json-broken", "caption", {"json": b'{"captions": ["a'}),
         ("json-deep", "caption", {"json": b'{"captions":' + b"[" * 100_000}),
-        ("json-of-numbers-too-long", "caption", {"json": b'{"image_id": ' + b"9" * 100_000 + b', "captions": ["a"]}'}),
-        ("captions-no-list", "caption", {"json": b'{"captions": {"0": "a"}}'}),
-        ("captions-of-no-text", "caption", {"json": b'{"captions": [null, 3]}'}),
-        ("captions-none", "caption", {"json": b'{"captions": []}'}),
-        ("caption-empty", "caption", {"txt": b" \n"}),
         ("caption-half-a-character", "caption", {"json": b'{"captions": ["\\ud83d"]}'}),
         ("caption-of-one-long-word", "caption", {"txt": os.urandom(200_000).hex().encode()}),
-        ("txt-missing", "caption", {}),
         ("txt-huge", "file", {"txt": bytes(17 << 20)}),
     )
 ]
@@ -307,26 +268,15 @@ PICTURES = [
     )
     for name, kind, make in (
         ("eps", "picture", eps),
-        ("other-format", "picture", lambda _: picture("PCX")),
-        ("ppm", "picture", lambda _: picture("PPM")),
-        ("truncated", "picture", lambda _: picture("JPEG", (64, 64))[:400]),
         ("169-megapixels", "picture", lambda _: png_of(13_000, 13_000, zlib.compress(bytes(13_001 * 1000)))),
         ("lying-size", "picture", lambda _: png_of(2**31 - 1, 2**31 - 1)),
-        ("no-rows", "picture", lambda _: png_of(300, 300)),
         (
             "text-bomb",
             "picture",
             lambda _: png_of(4, 4, b"", chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(20 << 20), 9))),
         ),
-        (
-            "profile-bomb",
-            "picture",
-            lambda _: png_of(4, 4, b"", chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20 << 20), 9))),
-        ),
         ("pickle", "picture", lambda canary: b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR." % str(canary).encode()),
-        ("svg-that-fetches", "picture", lambda _: b'<svg xmlns="x"><image href="http://127.0.0.1:9/x.png"/></svg>'),
         ("gif-huge-frame", "picture", lambda _: GIF),
-        ("empty", "picture", lambda _: b""),
     )
 ]
 
@@ -367,17 +317,9 @@ TABLES = [
         says=["1 of 3 samples skipped (picture 1)"],
         hides=["root:"],
     ),
-    skipped("csv-row-of-a-folder", "file", lambda folder, _: table(folder, "..\ta dog"), "t.csv", 2),
     skipped("csv-nul-in-a-path", "file", lambda folder, _: table(folder, "c\0.png\ta dog"), "t.csv", 2),
-    skipped("csv-row-too-short", "caption", lambda folder, _: table(folder, "c.png"), "t.csv", 2),
     skipped("csv-escapes-in-names", "missing", lambda folder, _: table(folder, "\x1b]0;x\x07.png\ta dog"), "t.csv", 2),
     skipped("csv-enormous-field", "caption", lambda folder, _: table(folder, f"c.png\t{'a' * 10_000_000}"), "t.csv", 2),
-    refused(
-        "csv-is-binary",
-        lambda folder, _: (folder / "t.csv").write_bytes(os.urandom(9999) + b"\xff"),
-        "t.csv",
-        spec="t.csv",
-    ),
     refused(
         "json-deep",
         lambda folder, _: (folder / "k.json").write_text('{"images":' + "[" * 100_000),
@@ -385,17 +327,6 @@ TABLES = [
         "deep",
         spec="k.json",
     ),
-    refused(
-        "json-broken", lambda folder, _: (folder / "k.json").write_text('{"images": [{"sent'), "k.json", spec="k.json"
-    ),
-    skipped(
-        "karpathy-sentences-no-list",
-        "caption",
-        lambda folder, _: karpathy(folder, entry("c.png", sentences={"raw": "a"})),
-        "k.json",
-        2,
-    ),
-    skipped("karpathy-name-no-text", "file", lambda folder, _: karpathy(folder, entry(["c.png"])), "k.json", 2),
 ]
 
 
@@ -424,7 +355,6 @@ def npz(level: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
 
 ONES = npy(np.ones((2, 4), np.float32))
 NAN = npy(np.array([[0, 0, np.nan, 1], [0, 0, 1, 1]], np.float32))
-HUNDREDTH = npy(np.array([1.0, 1.0]))
 
 
 def npz_bomb() -> bytes:
@@ -516,36 +446,13 @@ ARRAYS = [
     of_regions("npz-pickle", pickled, "r", *ONE),
     of_regions("npy-pickle", pickled_npy, "r", *ONE),
     of_regions("npz-huge-shape", folder_of(npz(features=npy_header("(1000000000, 4000)"))), "r", *ONE),
-    of_regions("npz-negative-shape", folder_of(npz(features=npy_header("(-2, -4)"))), "r", *ONE),
     of_regions("npz-deep-header", folder_of(npz(features=npy_header("(" * 5000))), "r", *ONE),
     of_regions("npz-bomb", folder_of(npz_bomb), "r", *ONE),
-    of_regions("npz-damaged", folder_of(npz(features=ONES)[:-40]), "r", *ONE),
-    of_regions("npz-boxes-nan", folder_of(npz(features=ONES, boxes=NAN, size=HUNDREDTH)), "r", *ONE),
-    of_regions("npz-features-nan", folder_of(npz(features=NAN)), "r", *ONE),
-    of_regions(
-        "npz-size-infinite", folder_of(npz(features=ONES, boxes=ONES, size=npy(np.array([np.inf, 1.0])))), "r", *ONE
-    ),
-    of_regions("npz-of-text", folder_of(npz(features=npy(np.array([["a", "b"]])))), "r", *ONE),
-    of_regions("npz-whole-of-text", folder_of(npz(features=ONES, whole=npy(np.array(["a"])))), "r", *ONE),
-    of_regions("npz-of-another-rank", folder_of(npz(features=npy(np.ones(4, np.float32)))), "r", *ONE),
-    of_regions("npz-count-negative", folder_of(npz(x=ONES, num_bbox=npy(np.array(-2)))), "r", *ONE),
-    of_regions("npz-extra-without-rows", folder_of(npz(features=ONES, x_conf=npy(np.ones(7)))), "r", *ONE),
-    of_regions("tsv-negative-count", lambda folder, _: tsv(folder, "-2"), "r.tsv", *ONE),
     of_regions("tsv-huge-count", lambda folder, _: tsv(folder, "1e300"), "r.tsv", *ONE),
-    of_regions(
-        "tsv-boxes-nan", lambda folder, _: tsv(folder, boxes=np.full((2, 4), np.nan, np.float32)), "r.tsv", *ONE
-    ),
     of_regions("hdf5-data-in-another-file", hdf5(_external), "r.hdf5", "another file", status=2),
     of_regions("hdf5-link-to-another-file", hdf5(_linked), "r.hdf5", "another file", status=2),
     of_regions("hdf5-huge-rows", hdf5(_large), "r.hdf5", "read 0: 2 of 2 samples skipped (regions 2)"),
     of_regions("hdf5-huge-positions", hdf5(_large_positions), "r.hdf5", "pos_boxes", status=2),
-    of_regions(
-        "hdf5-is-no-hdf5",
-        lambda folder, _: (folder / "r.hdf5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)),
-        "r.hdf5",
-        "r.hdf5",
-        status=2,
-    ),
     of_regions(
         "lmdb-pickle",
         lmdb_of(lambda canary: {b"b": b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR." % str(canary).encode()}),
@@ -554,21 +461,11 @@ ARRAYS = [
     ),
     of_regions("lmdb-msgpack-deep", lmdb_of(lambda _: {b"b": b"\x81\xa1x" + b"\x91" * 100_000}), "r.lmdb", *ONE),
     of_regions("lmdb-names-deep", lmdb_of(lambda _: {b"__keys__": b"[" * 100_000}), "r.lmdb", "__keys__", status=2),
-    of_regions(
-        "lmdb-is-no-lmdb",
-        lambda folder, _: (folder / "r.lmdb").write_bytes(os.urandom(9999)),
-        "r.lmdb",
-        "r.lmdb",
-        status=2,
-    ),
     refused(
         "precomp-huge-shape",
         lambda folder, _: precomp(folder, npy_header("(100000000, 36, 2048)")),
         "truncated",
         spec="p",
-    ),
-    refused(
-        "precomp-negative-shape", lambda folder, _: precomp(folder, npy_header("(-2, -2, 4)")), "train_ims.npy", spec="p"
     ),
     refused(
         "precomp-deep-header", lambda folder, _: precomp(folder, npy_header("(" * 5000)), "train_ims.npy", spec="p"

@@ -91,11 +91,9 @@ def _cache(config: dict[str, Any], canary: Path) -> None:
 RUNS = [
     Case(name="run-val-data-pipe-report", write=data(val=PIPE), commands=[REPORT], status=0, says=[ASKS]),
     Case(name="run-val-data-pipe-eval", write=data(val=PIPE), commands=[EVAL], says=[ASKS]),
-    Case(name="run-val-data-pipe-second", write=data(val="x.tar::" + PIPE), commands=[EVAL], says=[ASKS]),
     Case(
         name="run-val-data-pipe-braces", write=data(val="p{{i,o}}pe:touch {canary}"), commands=[EVAL], says=[ASKS]
     ),
-    Case(name="run-val-data-pipe-capitals", write=data(val="PIPE:touch {canary}"), commands=[EVAL], says=[ASKS]),
     Case(
         name="run-train-data-pipe", write=data(train=PIPE), commands=[[*EVAL, "--split", "train"]], says=[ASKS]  # type: ignore[misc]
     ),
@@ -107,8 +105,6 @@ RUNS = [
     *(
         Case(name=f"run-val-data-{name}", write=data(val=location), commands=[EVAL], says=[ASKS])
         for name, location in (
-            ("tab", "http\t://127.0.0.1:9/'; touch {canary}; '"),
-            ("newline", "ht\ntp://127.0.0.1:9/'; touch {canary}; '"),
             ("control", "\x01pipe:touch {canary}"),
             ("variable", "${{HOME}}/x.tar"),
         )
@@ -132,10 +128,7 @@ RUNS = [
         says=[ASKS],
     ),
     Case(name="run-config-deep", write=file_of_run("config.json", DEEP), commands=[EVAL], says=["config.json"]),
-    Case(name="run-config-deep-html", write=file_of_run("config.json", DEEP), commands=[REPORT], status=0, says=[".html"]),
-    Case(name="run-plan-deep", write=file_of_run("plan.json", DEEP), commands=[REPORT], status=0, says=["report.html"]),
     Case(name="run-metrics-deep", write=file_of_run("metrics.jsonl", DEEP), commands=[REPORT], status=0, says=["report.html"]),
-    Case(name="run-config-is-a-list", write=file_of_run("config.json", "[1]"), commands=[EVAL], says=["config.json"]),
     Case(
         name="run-config-is-no-text", write=file_of_run("config.json", '{"data": {"val": ["pipe:x"]}}'), commands=[EVAL],
         says=["--val-data"],
@@ -355,14 +348,13 @@ ENTRY = {"bytes": 1, "sha256": "0" * 64}
 EXPORTS = [
     # code
     config_case("export-tokenizer-code", export_with(_trusting, "bert"), "trust_remote_code", ways=WAYS),
-    config_case("export-tokenizer-auto-map", _mapped("tokenizer_config.json", "AutoTokenizer"), "auto_map", ways=WAYS),
-    config_case("export-text-auto-map", _mapped("text/config.json", "AutoConfig"), "auto_map", ways=WAYS),
+    config_case("export-tokenizer-auto-map", _mapped("tokenizer_config.json", "AutoTokenizer"), "auto_map"),
+    config_case("export-text-auto-map", _mapped("text/config.json", "AutoConfig"), "auto_map"),
     config_case(
         "export-attention-of-the-hub",
         values("text/config.json", "bert", attn_implementation="somebody/evil-kernel"),
         "attn_implementation",
     ),
-    config_case("export-quantization", values("text/config.json", "bert", quantization_config={"x": 1}), "quantization_config"),
     *(
         config_case(f"export-text-is-{name}", export_with(_text_config(config), "bert"), says, ways=WAYS[:1])
         for name, says, config in (
@@ -370,86 +362,48 @@ EXPORTS = [
             ("timm-wrapper", "architecture", {"model_type": "timm_wrapper", "architecture": "hf-hub:somebody/evil"}),
             ("detr", "use_timm_backbone", {"model_type": "detr", "use_timm_backbone": True, "backbone": "resnet18"}),
             ("detr-of-defaults", "cannot be created", {"model_type": "detr"}),  # its default backbone is on the hub
-            ("of-no-package", "no_such_kind", {"model_type": "no_such_kind"}),
-            ("of-no-kind", "model_type", {"hidden_size": 16}),
-            ("with-a-backbone", "backbone", {"model_type": "bert", "backbone": "resnet18"}),
             ("of-two", "text_config.backbone", {"model_type": "clip", "text_config": TIMM}),
         )
     ),
     config_case("export-adapter-of-the-hub", export_with(_adapter, "bert"), "adapter_config.json"),
     # names
-    config_case("export-text-of-the-hub", tower("text_cfg", hf_model_name="somebody/evil"), "somebody/evil", ways=WAYS),
+    config_case("export-text-of-the-hub", tower("text_cfg", hf_model_name="somebody/evil"), "somebody/evil"),
     config_case("export-text-folder-missing", export_with(_text_folder_away, "bert"), "text", "not in the folder"),
     config_case("export-text-outside", tower("text_cfg", hf_model_name="../../outside"), "nothing is fetched"),
     config_case("export-timm-of-the-hub", tower("vision_cfg", timm_model_name="hf-hub:somebody/evil"), "timm", ways=WAYS),
     config_case("export-timm-of-a-folder", tower("vision_cfg", timm_model_name="local-dir:evil"), "timm"),
-    config_case("export-timm-no-name", tower("vision_cfg", timm_model_name={"x": 1}), "timm_model_name"),
     # keys and types
     config_case("config-unknown-key", config_with(lambda c: c["model_cfg"].update(hook="os.system")), "'hook'"),
     config_case("config-unknown-tower-key", tower("text_cfg", custom_code="evil.py"), "custom_code"),
     config_case("config-layer-options", tower("vision_cfg", norm_kwargs={"device": "meta"}), "norm_kwargs.device"),
     config_case("config-tower-is-a-list", config_with(lambda c: c["model_cfg"].update(text_cfg=[1])), "text_cfg"),
-    config_case("config-width-is-a-text", tower("vision_cfg", width="768"), "cannot be created"),
-    config_case("config-width-is-null", tower("vision_cfg", width=None), "cannot be created"),
-    config_case("config-embed-dim-is-a-list", config_with(lambda c: c["model_cfg"].update(embed_dim=[1])), "cannot be created"),
-    config_case("config-without-text", config_with(lambda c: c["model_cfg"].pop("text_cfg")), "text_cfg"),
-    config_case("config-without-model", config_with(lambda c: c.pop("model_cfg")), "configuration is an object"),
-    config_case("config-is-a-list", text_of("open_clip_config.json", "[]"), "not an object"),
-    config_case("config-is-deep", text_of("open_clip_config.json", DEEP), "nested too deeply", ways=WAYS),
-    config_case("config-nested", text_of("tokenizer_config.json", '{"a":' * 300 + "1" + "}" * 300, "bert"), "levels deep"),
-    config_case("config-heads-of-zero", tower("text_cfg", heads=0), "cannot be created"),
-    config_case("config-patch-of-zero", tower("vision_cfg", patch_size=0), "cannot be created"),
+    config_case("config-is-deep", text_of("open_clip_config.json", DEEP), "nested too deeply"),
     # sizes
     config_case("config-width-huge", tower("vision_cfg", width=10**12), "vision_cfg.width"),
     config_case("config-width-too-large-for-the-weights", tower("vision_cfg", width=65_536), "describes a model of over"),
-    config_case("config-layers-huge", tower("text_cfg", layers=10**9), "text_cfg.layers"),
-    config_case("config-layers-too-many-for-the-weights", tower("text_cfg", layers=500, width=4096), "describes a model"),
     config_case("config-vocabulary-huge", tower("text_cfg", vocab_size=16_000_000), "describes a model of over"),
-    config_case("config-image-huge", tower("vision_cfg", image_size=10**6), "vision_cfg.image_size"),
-    config_case("config-bert-huge", values("text/config.json", "bert", vocab_size=16_000_000), "describes a model"),
-    config_case("config-bert-layers", values("text/config.json", "bert", num_hidden_layers=10**6), "num_hidden_layers"),
     config_case(
         "config-pictures-huge", config_with(lambda c: c["preprocess_cfg"].update(size=[10**9, 10**9])), "preprocess_cfg.size"
-    ),
-    config_case(
-        "config-mean-of-many", config_with(lambda c: c["preprocess_cfg"].update(mean=[0.5] * 9)), "preprocess_cfg"
     ),
     config_case("config-mean-is-code", config_with(lambda c: c["preprocess_cfg"].update(mean="os.system")), "preprocess_cfg"),
     # options
     config_case("options-model-of-the-hub", values("coder_options.json", model="hf-hub:somebody/evil"), "would fetch"),
-    config_case("options-model-nowhere", values("coder_options.json", model="no-such-model"), "no-such-model"),
-    config_case("options-rerank-is-a-list", values("coder_options.json", rerank=[1]), "--rerank"),
     config_case("options-precision", values("coder_options.json", precision="evil"), "--precision"),
-    config_case("options-regions-huge", values("coder_options.json", max_regions=-1), "--max-regions"),
-    config_case("options-objective-is-a-list", values("coder_options.json", objective=[1]), "objective"),
-    config_case("options-are-a-list", text_of("coder_options.json", "[]"), "coder_options.json"),
     config_case("options-are-deep", text_of("coder_options.json", DEEP), "coder_options.json"),
     # heads and vocabulary
     config_case("heads-of-no-package", _heads(lambda s: s.update(heads=["evil.module:Head"])), "evil.module:Head"),
-    config_case("heads-are-a-text", _heads(lambda s: s.update(heads="concepts")), "coder.safetensors"),
     config_case("heads-option-unknown", _heads(lambda s: s["objective"]["heads"]["concepts"].update(code="x")), "code"),
     config_case(
         "heads-option-huge", _heads(lambda s: s["objective"]["heads"]["concepts"].update(dim=10**12)), "coder.safetensors"
     ),
-    config_case("heads-blocks-is-a-text", _heads(lambda s: s.update(context_blocks="1")), "context_blocks"),
-    config_case("heads-aggregator-is-a-list", _heads(lambda s: s.update(aggregator=["tower"])), "aggregator"),
-    config_case("heads-objective-is-deep", _heads(lambda s: s.update(objective=[[[]]])), "coder.safetensors"),
     config_case("vocabulary-is-deep", text_of("concepts.json", DEEP), "concepts"),
-    config_case("vocabulary-is-a-list", text_of("concepts.json", "[1]"), "concepts.json"),
     # weights
     config_case("weights-header-endless", _weights(header({}, size=2**62)), "open_clip_model.safetensors"),
-    config_case("weights-header-deep", _weights(header(DEEP.encode())), "open_clip_model.safetensors"),
     config_case(
         "weights-outside-of-the-file",
         _weights(header({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
         "open_clip_model.safetensors",
     ),
-    config_case(
-        "weights-that-overlap",
-        _weights(header({n: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for n in "ab"}) + b"1234"),
-        "open_clip_model.safetensors",
-    ),
-    config_case("weights-empty", _weights(b""), "open_clip_model.safetensors"),
     config_case("weights-are-a-pickle", _pickled("open_clip_pytorch_model.bin"), "cannot be created"),
     Case(
         name="pickles-as-weights",
@@ -471,14 +425,12 @@ EXPORTS = [
     config_case("manifest-lists-nothing", _manifest(lambda m: m.update(files={})), "coder"),
     config_case("manifest-without-heads", _manifest(lambda m: m["files"].pop("coder.safetensors")), "coder.safetensors"),
     config_case("manifest-of-types", _manifest(lambda m: m.update(step="1")), "coder_export.json"),
-    config_case("manifest-newer", _manifest(lambda m: m.update(format=99)), "newer"),
     config_case(
         "manifest-is-deep",
         export_with(lambda export, canary: (export / "coder_export.json").write_text(DEEP), sealed=False),
         "coder_export.json",
     ),
     config_case("record-options", _record('{"options": [1]}'), "options is not an object", ways=[SHARE]),
-    config_case("record-run", _record('{"run": {"training data": 5}}'), "lacks what a model card needs", ways=[SHARE]),
     config_case("record-is-deep", _record(DEEP), "coder_run.json", ways=[SHARE]),
 ]  # fmt: skip
 
@@ -497,14 +449,9 @@ REGIONS = [
     config_case("regions-text-outside", region("regions-bert", text="../../outside"), "outside"),
     config_case("regions-text-switched-to-bert", region(encoder="bert"), "nothing is fetched"),
     config_case("regions-vocabulary-is-a-file", region(vocabulary="/etc/passwd"), "vocabulary"),
-    config_case("regions-vocabulary-of-numbers", region(vocabulary=[1, 2, 3, 4]), "vocabulary"),
     config_case("regions-unknown-option", region(hook="evil"), "hook"),
     config_case("regions-size-huge", region(embed_dim=10**9), "embed_dim"),
-    config_case("regions-size-too-large-for-the-weights", region(embed_dim=2**20), "describes a model of over"),
-    config_case("regions-size-is-a-text", region(embed_dim="16"), "embed_dim"),
     config_case("regions-backbone-unknown", values("coder_model.json", "regions", backbone="os:system"), "os:system"),
-    config_case("regions-backbone-is-a-list", values("coder_model.json", "regions", backbone=["x"]), "coder_model.json"),
-    config_case("regions-options-are-a-list", values("coder_model.json", "regions", options=[1]), "coder_model.json"),
     config_case("regions-configuration-is-deep", text_of("coder_model.json", DEEP, "regions"), "coder_model.json"),
     config_case("regions-code-beside-bert", _mapped("text/config.json", "AutoConfig"), "auto_map"),
 ]

@@ -6,6 +6,7 @@ process holds the key-value store.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from coder_plugin.concepts import scenes_vocabulary
+from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 
 
@@ -34,12 +37,22 @@ class Ending:
     seconds: float
 
 
+@functools.cache
+def _prepare() -> None:
+    """What each rank would import and compute by itself."""
+    import accelerate  # noqa: F401
+    import timm.optim  # noqa: F401
+
+    open_scenes("train"), open_scenes("val"), scenes_vocabulary()  # which keep their results
+
+
 def run(function: Callable[[Path], object], folder: Path, *, ranks: int = 2, timeout: float = 90) -> list[Ending]:
     """``function(folder)`` in each rank -> how they ended, in rank order.
 
     A function that is about to fail writes the file ``folder/fault``, from which the time is counted. AssertionError if a
     rank takes longer than ``timeout`` seconds, or leaves a process behind.
     """
+    _prepare()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

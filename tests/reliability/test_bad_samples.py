@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
-import sys
 import tarfile
 import time
 from collections import Counter
@@ -248,40 +246,3 @@ def test_counts_of_ranks_are_added_and_travel_to_other_processes():
     assert str(whole) == "3 of 30 samples skipped (file 3)"
     fault = pickle.loads(pickle.dumps(BadSample("caption", "it is empty")))
     assert (fault.kind, str(fault)) == ("caption", "it is empty") and set(KINDS) >= {kind for kind, _ in BAD}
-
-
-def test_a_missing_picture_is_named_and_counted_for_itself(tmp_path, caplog):
-    """Not with those that do not decode."""
-    rows = [(f"{number}.png", f"caption {number}") for number in range(6)]
-    for name, _ in rows[:4]:
-        (tmp_path / name).write_bytes(PNG)
-    (tmp_path / "3.png").write_bytes(PNG[:44])
-    table = tmp_path / "table.csv"
-    table.write_text("\n".join(["filepath\ttitle", *map("\t".join, rows), "0.png/5.png\tinside a file"]))
-    bad = BadSamples("table", 0.5)
-    batches = evaluation_batches(open_source(str(table)), batch_size=7, transform=lambda picture: torch.zeros(1), bad=bad)
-    assert [len(batch["keys"]) for batch in batches] == [3] and bad.kinds == {"missing": 3, "picture": 1}
-    for name in ("4.png", "5.png", "0.png/5.png"):
-        assert f"skipped sample '{name}' (missing): not found: '{tmp_path / name}'" in caplog.text
-    assert str(bad) == "4 of 7 samples skipped (missing 3, picture 1)"
-
-
-BOMBS = """
-import sys
-from coder_plugin.data.decode import decode_image
-for side in (9500, 13400):
-    try:
-        decode_image(f"{sys.argv[1]}/{side}.png")
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_pillows_warning_of_large_pictures_does_not_reach_the_terminal(tmp_path):
-    for side in (9500, 13400):  # where Pillow warns, and where it refuses
-        Image.new("1", (side, side)).save(tmp_path / f"{side}.png")
-    done = subprocess.run([sys.executable, "-c", BOMBS, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stderr == "" and done.stdout.splitlines() == [
-        "9500 x 9500 pixels are more than the 89,478,485 that --max-image-pixels allows",
-        "179,560,000 pixels are more than the 89,478,485 that --max-image-pixels allows",
-    ]

@@ -34,11 +34,6 @@ def test_figures_equal_their_definition(shape) -> None:
     assert figures["similarity_deviation"] == pytest.approx(deviation, abs=1e-6)
 
 
-def test_figures_of_what_the_loss_reads() -> None:
-    assert spread({"coder_image_concepts": torch.eye(2)}) == {}
-    assert spread({"text_features": torch.eye(2)}) == {"text_rank": pytest.approx(2.0)}
-
-
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
@@ -56,11 +51,6 @@ def test_a_warning_for_each_change_of_state(metrics, said) -> None:
     assert watch.update(30, SOUND) is None
     told = [watch.update(40 + step, metrics) for step in range(5)]
     assert [number for number, text in enumerate(told) if text] == [PATIENCE - 1]
-
-
-def test_two_logging_steps_are_no_collapse() -> None:
-    watch, bad = CollapseWatch(warmup=0), {**SOUND, "image_rank": 1.0}
-    assert [watch.update(step, each) for step, each in enumerate([bad, bad, SOUND, bad, bad, {}])] == [None] * 6
 
 
 def train(tmp_path, model: str, **options: object) -> list[float]:

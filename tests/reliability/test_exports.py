@@ -107,13 +107,6 @@ def test_an_incomplete_export_is_refused(pair: tuple[Path, Path], tmp_path: Path
         vector(part)
 
 
-def test_towers_alone_are_not_opened_as_another_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    for name in (WEIGHTS, "open_clip_config.json"):
-        shutil.copy(pair[0] / name, tmp_path / name)
-    with pytest.raises(CoderError, match=f"is incomplete: {MANIFEST} is missing"):
-        vector(tmp_path)
-
-
 def test_heads_that_do_not_belong_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     export_model(model(tmp_path, 3, "clip"), tmp_path / "plain")
     assert not (tmp_path / "plain" / HEADS).exists()
@@ -121,17 +114,6 @@ def test_heads_that_do_not_belong_are_refused(pair: tuple[Path, Path], tmp_path:
     shutil.copy(pair[0] / HEADS, tmp_path / "plain" / HEADS)
     with pytest.raises(CoderError, match=f"{HEADS} does not belong to this export"):
         vector(tmp_path / "plain")
-
-
-def test_exports_of_others_open_without_a_manifest(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without a manifest, and without its mark in the towers."""
-    old = copied(pair[0], tmp_path)
-    (old / MANIFEST).unlink()
-    for name in (WEIGHTS, HEADS):
-        with safe_open(old / name, "pt") as file:
-            metadata = {key: value for key, value in file.metadata().items() if key != "coder_export"}
-        save_file(load_file(pair[0] / name), old / name, metadata=metadata)
-    assert torch.equal(vector(old), vector(pair[0]))
 
 
 def change(folder: Path, name: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -169,11 +151,6 @@ def test_a_positional_embedding_one_row_short_is_refused(
         vector(short)
 
 
-def test_other_sizes_may_be_asked_for(pair: tuple[Path, Path]) -> None:
-    opened = open_pretrained(pair[0], {"force_image_size": 32, "force_context_length": 20}, device="cpu")
-    assert opened.model.visual.image_size in (32, (32, 32)) and opened.tokenizer(["a"]).shape == (1, 20)
-
-
 def test_a_region_models_export_is_checked_too(tmp_path: Path) -> None:
     options = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "a"], "embed_dim": 16, "region_dim": 8, "word_dim": 8}
     export_model(coder_plugin.create_model("region-bigru", loss=LOSS, **options), tmp_path / "export")
@@ -182,17 +159,6 @@ def test_a_region_models_export_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match=f"{HEADS} is missing"):
         vector(tmp_path / "export")
     assert (tmp_path / "export" / plugin_backbones.WEIGHTS).is_file()
-
-
-def test_what_lies_beside_an_export_is_kept(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    export = copied(pair[0], tmp_path)
-    (export / "notes.md").write_text("mine")
-    (export / f".{WEIGHTS}.host.1.00000000.writing").write_text("half")
-    export_model(model(tmp_path, 4, "clip"), export)
-    assert (export / "notes.md").read_text() == "mine"
-    assert not list(export.glob("*.writing")) and not list(export.glob(".*.writing"))
-    assert not (export / HEADS).exists(), "an old head under new towers"
-    vector(export)
 
 
 @pytest.mark.parametrize("name", ["text/thesis.md", "coder_options.json"])

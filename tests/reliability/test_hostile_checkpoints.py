@@ -147,15 +147,6 @@ def test_parts_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, case: s
         resume.restore_training(trainer, state)
 
 
-@pytest.mark.parametrize("position", ["x", [1], {"epoch": 0}])
-def test_a_position_of_another_form(run: tuple[Trainer, Path], position: Any) -> None:
-    trainer, _ = run
-    trainer.position = position
-    with pytest.raises(CoderError, match="position"):
-        trainer._train_epoch()
-    trainer.position = None
-
-
 def test_an_unchanged_one_is_restored(run: tuple[Trainer, Path]) -> None:
     trainer, newest = run
     state = resume.find_state(trainer.config, newest.parent.parent)
@@ -163,10 +154,3 @@ def test_an_unchanged_one_is_restored(run: tuple[Trainer, Path]) -> None:
     resume.restore_model(trainer, state)
     resume.restore_training(trainer, state)
     assert trainer.step == 4
-
-
-def test_memory_errors_pass() -> None:
-    with pytest.raises(torch.OutOfMemoryError), resume.reading("x"):
-        raise torch.OutOfMemoryError("no memory")
-    with pytest.raises(CoderError, match=f"x {FORM} .KeyError: 'a'"), resume.reading("x"):
-        {}["a"]

@@ -197,7 +197,7 @@ def test_killed_at_points_of_a_run(made, tmp_path):
     assert steps[0] == 0 and steps[-1] == 8
 
 
-@pytest.mark.parametrize("max_steps", [None, 7])
+@pytest.mark.parametrize("max_steps", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_killed_between_the_last_step_and_its_evaluation(max_steps, tmp_path, monkeypatch):
     """The checkpoint of the last step has its position within the epoch: the resumed run takes no step, evaluates and saves."""
     made = trainer(options(FILES, max_steps=max_steps, save_every_steps=1, report=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tarfile
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from coder_plugin.data.regions.shards import add_sizes
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.tables import open_csv, open_karpathy
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular, read_json
+from coder_plugin.files import read_json
 from coder_plugin.integrations.hub.record import read_wise_ft
 from coder_plugin.pretrained.hub_cache import WISE_FT
 from coder_plugin.training import checkpoint
@@ -73,14 +71,6 @@ def test_beside_shards(make: Make, name: str, tmp_path: Path) -> None:
         open_shards(str(tmp_path), split="test") if name == "nshards.txt" else recorded_size([str(tmp_path / "0.tar")])
 
 
-@pytest.mark.parametrize("make", KINDS)
-def test_sizes_are_not_written_over(make: Make, tmp_path: Path) -> None:
-    make(tmp_path / "sizes.json")
-    with pytest.raises(OSError, match="it is not a regular file"):
-        add_sizes(str(tmp_path), {"0.tar": 1})
-    assert not (tmp_path / "sizes.json").is_file()
-
-
 def test_in_what_is_shared(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / WISE_FT)
     assert read_wise_ft(tmp_path) == {}
@@ -97,13 +87,3 @@ def test_in_a_checkpoint(make: Make, name: str, tmp_path: Path) -> None:
     make(path / name)
     with pytest.raises(CoderError, match=f"{name} is missing"):
         checkpoint.load(path), checkpoint.load_rank(path, 0)
-
-
-def test_regular_files_and_links_to_them_open(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text(json.dumps({"é": 1}), encoding="utf-8")
-    (tmp_path / "b").symlink_to("a")
-    assert read_json(tmp_path / "b") == {"é": 1}
-    with open_regular(tmp_path / "b", encoding="utf-8") as file:
-        assert file.read() == (tmp_path / "a").read_text(encoding="utf-8")
-    with pytest.raises(CoderError, match="over 3 bytes"):
-        read_json(tmp_path / "a", most=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import pty
 import random
@@ -21,7 +20,6 @@ import pytest
 import torch
 from tiny_run import assert_same_run, differences, exports, in_child, options, rows, state, trainer
 
-from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import exported_step
@@ -62,13 +60,6 @@ def flip(path: Path, bit: int) -> None:
 # damaged checkpoints
 
 
-def test_what_is_kept(folder):
-    """The last two and the best."""
-    manifest = json.loads((folder / "run/checkpoints/step_00000008/manifest.json").read_text())
-    expected = {"step_00000006", "step_00000008", manifest["best"]["checkpoint"]}
-    assert {path.name for path in (folder / "run/checkpoints").iterdir()} == expected
-
-
 @pytest.mark.parametrize("file", ["state.pt", "manifest.json"])
 def test_resuming_with_every_checkpoint_damaged_stops_and_touches_nothing(folder, file):
     for path in (folder / "run/checkpoints").iterdir():
@@ -80,15 +71,6 @@ def test_resuming_with_every_checkpoint_damaged_stops_and_touches_nothing(folder
         trainer(options(folder)).run()
     after = content(folder / "run")
     assert {**after, ".lock": b""} == {**before, ".lock": b""}
-
-
-def test_the_command_says_so_in_one_line_with_status_2(folder, capsys):
-    for path in (folder / "run/checkpoints").iterdir():
-        (path / "manifest.json").write_text("{")
-    flags = ["--logs", str(folder), "--name", "run", "--model", options(folder)["model"], "--loss", "dcl", "--batch-size", "4"]
-    assert main(["train", *flags, "--train-num-samples", "16", "--workers", "0", "--resume", "latest"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("coder-plugin: error: no checkpoint in") and "another --name" in error
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_without_damage(finished, folder, caplog):
@@ -331,16 +313,6 @@ def test_a_file_size_limit_while_weights_are_written(tmp_path):
     assert "File too large" in messages.read_text() and "step_00000004 is whole" in messages.read_text()
 
 
-@pytest.mark.parametrize("what", ["export/last", "plan.json"])
-def test_other_files_that_cannot_be_written(tmp_path, what, monkeypatch):
-    made = trainer(options(tmp_path))
-    failing(monkeypatch, what)
-    full = OSError(28, "full")
-    monkeypatch.setattr("coder_plugin.pretrained.export.write_tensors", lambda *_, **__: (_ for _ in ()).throw(full))
-    with pytest.raises(CoderError, match="cannot be written to .*(full|No space left on device); .*(is whole|start it again)"):
-        made.run()
-
-
 def test_a_row_of_the_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
     made = trainer(options(tmp_path, report_to="tensorboard"))
     monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("x")))
@@ -349,15 +321,6 @@ def test_a_row_of_the_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypat
     assert made.step == 8
     warnings = [record.message for record in caplog.records if "could not be written" in record.message]
     assert len(warnings) == 2 and "metrics.jsonl" in warnings[0] and "No space left on device" in warnings[0]
-
-
-def test_standard_output_on_a_full_disk_ends_no_run(tmp_path, monkeypatch, caplog):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full")
-    made = trainer(options(tmp_path))
-    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
-    made.run()
-    assert made.step == 8 and "a line on standard output could not be written" in caplog.text
 
 
 # signals
@@ -379,7 +342,9 @@ def signalled(made: Any, at: int, number: int) -> int:
     return in_child(run)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGHUP", "SIGUSR1"))]
+)
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_as_uninterrupted(finished, tmp_path, name):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     made = trainer(options(tmp_path, name=name))
@@ -536,27 +501,6 @@ def test_the_best_export_is_of_the_run_that_goes_on(tmp_path, monkeypatch, kept,
         assert again.best["step"] == exported_step(run / "export/best") == 8
 
 
-def test_the_rows_of_runs_killed_before_their_first_checkpoint_are_kept(tmp_path):
-    made = trainer(options(tmp_path))
-    for number in range(3):
-        append_line(made.folder / "metrics.jsonl", f'{{"step": {number}}}')
-        resume.begin_after(made, None)
-    kept = [path.read_text() for path in made.folder.glob("metrics.jsonl.old*")]
-    assert sorted(kept) == [f'{{"step": {number}}}\n' for number in range(3)]
-
-
-def test_each_file_is_hashed_once(folder, monkeypatch):
-    hashed: list[str] = []
-    digest = checkpoint.sha256_file
-    monkeypatch.setattr(checkpoint, "sha256_file", lambda path: (hashed.append(str(path)), digest(path))[1])
-    newest = folder / "run/checkpoints/step_00000008"
-    for name in ("latest", str(newest)):
-        hashed.clear()
-        found = resume.find_state(TrainConfig().with_options(name="run", resume=name), folder / "run")
-        assert found is not None and found.path == newest and found.rank is not None
-        assert sorted(hashed) == sorted(str(file) for file in newest.iterdir() if file.name != "manifest.json")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
 @pytest.mark.parametrize("damaged", [False, True])
 def test_the_first_rank_chooses_the_checkpoint_for_all(folder, tmp_path, damaged):
@@ -580,23 +524,6 @@ def test_the_first_rank_chooses_the_checkpoint_for_all(folder, tmp_path, damaged
     expected = ["error: no checkpoint in", "error: rank 0: no checkpoint in"] if damaged else ["found step_00000008"] * 2
     for ending, text in zip(endings, expected, strict=True):
         assert text in ending.output, ending.output
-
-
-def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):
-    made = trainer(options(tmp_path, val_before=True))
-    encode = made.encoder.__class__.__call__
-
-    def run() -> None:
-        def call(self: Any, source: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return encode(self, source)
-
-        made.encoder.__class__.__call__ = call
-        made.run()
-
-    assert in_child(run) == EXIT_STATUS
-    assert not (tmp_path / "run/checkpoints").exists()
-    trainer(options(tmp_path, resume="latest")).run()  # as a requeued job does
 
 
 @pytest.mark.slow
@@ -690,15 +617,3 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_lives(folder):
             os.waitpid(each, 0)
     finally:
         os.close(read), os.close(write)
-
-
-def test_without_locks_a_warning_is_logged(tmp_path, monkeypatch, caplog):
-    import fcntl
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with caplog.at_level(logging.WARNING), run_lock(tmp_path / "run"):
-        pass
-    assert "cannot be locked" in caplog.text

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from coder_plugin.cli import main
-from coder_plugin.doctor.findings import Finding, format_findings
 from coder_plugin.terminal import PrintableFormatter, echo, printable
 
 ROOT = Path(__file__).parents[2]
@@ -75,11 +74,6 @@ def test_warnings_that_quote_names() -> None:
     code = "import logging; from coder_plugin.cli import main; main(['plugins']); logging.getLogger('x').warning('\\x1b[2J')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "WARNING x: \\u001b[2J" in done.stderr and "\x1b" not in done.stderr
-
-
-def test_a_finding_is_one_line() -> None:
-    text = format_findings([Finding("warning", "captions.same", "twice: a dog\n  ok       nothing is wrong")])
-    assert text.count("\n") == 3 and "a dog   ok " in text
 
 
 def test_nothing_else_prints() -> None:

@@ -69,16 +69,6 @@ def test_cosines_are_those_of_the_models_locals() -> None:
     assert encoder.model.training
 
 
-def test_the_first_regions_are_read() -> None:
-    encoder = region_encoder()
-    encoder.transform = encoder.model.transform(max_regions=4)
-    aligner = Aligner(encoder)
-    with aligner.evaluating():
-        found = aligner.align("x", "a dog", aligner.describe_image(item(RECORDS[0].regions)))
-    assert found.similarity.shape == (2, 4)
-    np.testing.assert_allclose(found.boxes, RECORDS[0].regions.fractions[:4])
-
-
 def test_pieces_of_a_word_are_averaged(monkeypatch) -> None:
     encoder = region_encoder()
     aligner = Aligner(encoder)
@@ -142,23 +132,6 @@ def test_what_cannot_be_read_is_none_and_what_is_wrong_is_told() -> None:
             other.align("x", "a man", other.describe_image(item(RECORDS[0].regions)))
 
 
-def test_a_model_that_gives_no_locals_is_told_of(monkeypatch) -> None:
-    encoder = region_encoder()
-    monkeypatch.setattr(
-        encoder.model, "describe_image", lambda image: {"image_mask": torch.ones(1, 3, dtype=torch.bool)}
-    )
-    with pytest.raises(CoderError, match="return_intermediates="):
-        Aligner(encoder).describe_image(item(RECORDS[0].regions))
-
-
-def test_captions_without_words_have_a_map_all_the_same() -> None:
-    aligner = Aligner(region_encoder("dcl + cra"))
-    with aligner.evaluating():
-        found = aligner.align("x", "...", aligner.describe_image(item(RECORDS[0].regions)))
-    assert found.words == () and found.similarity.shape == (0, 6) and len(found.region_context) == 6
-    assert json.loads(json.dumps(found.to_dict()))["words"] == []
-
-
 # Figures
 
 
@@ -178,14 +151,6 @@ def alignment(words: str = "a dog and two dogs", *, context: bool = True, pictur
     )
 
 
-def test_numbers_for_json() -> None:
-    row = json.loads(json.dumps(alignment().to_dict()))
-    dog = row["words"][1]
-    assert (dog["word"], dog["region"], dog["similarity"], dog["similarities"]) == ("dog", 1, 0.9, [0.1, 0.9, 0.2])
-    assert dog["box"] == [0.4, 0, 1, 0.6] and dog["context"] == 0.1
-    assert row["regions"]["context"] == [0.1, 0.5, -0.2] and row["regions"]["count"] == 3 and row["grid"] is None
-
-
 def test_outlines_are_the_words_regions() -> None:
     figure = plot_alignment(alignment())
     axes = figure.axes[0]
@@ -203,15 +168,6 @@ def test_outlines_are_the_words_regions() -> None:
     assert heights[0] != heights[2]  # names do not cover each other
 
 
-def test_the_map_darkens_the_picture() -> None:
-    axes = plot_alignment(alignment()).axes
-    shown = axes[1].images[0].get_array()
-    assert shown[5, 70].tolist() == [200] * 3  # region 1, the most relevant
-    assert 0 < shown[38, 5, 0] == shown[38, 70, 0] < shown[20, 10, 0] < 200  # least and nowhere, region 0, region 1
-    assert "-0.20" in axes[1].get_xlabel() and "0.50" in axes[1].get_xlabel()
-    assert len(plot_alignment(alignment(context=False)).axes) == 1
-
-
 def test_files(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -222,15 +178,6 @@ def test_files(tmp_path) -> None:
     assert [row["figure"] for row in rows] == ["alignment-000.png", None, "alignment-002.png"]
     with pytest.raises(CoderError, match="no boxes"):
         plot_alignment(alignment(picture=False))
-
-
-def test_many_words_and_none() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for words in (" ".join(f"word{n}" for n in range(30)), "a the"):
-            figure = plot_alignment(alignment(words))
-            figure.canvas.draw()
-            assert figure.axes[0].get_position().height * figure.get_figheight() > 1.2
 
 
 def test_autocast_is_the_encoders() -> None:

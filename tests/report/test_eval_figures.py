@@ -122,37 +122,6 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
     assert f"other concepts' {measured['runs/bb']['gap']:.3f}" in capsys.readouterr().out
 
 
-def test_one_model_needs_no_folder_of_its_own(data: str, tmp_path: Path) -> None:
-    encoder, source = make_encoder(data)
-    options = eval_figures.FigureOptions(tmp_path, 1, ())
-    found = eval_figures.collect(options, encoder, source)
-    assert len(found.points.concepts) == 10 and "dog" in found.points.concepts and "the" not in found.points.concepts
-    assert list(eval_figures.write(options, {"x": found})) == ["x"]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "alignment-000.png",
-        "alignment.json",
-        "tsne.png",
-        "tsne.json",
-    }
-
-
-def test_concepts_that_are_not_there_spoil_nothing_else(data: str, tmp_path: Path, caplog) -> None:
-    encoder, source = make_encoder(data)
-    options = eval_figures.FigureOptions(tmp_path, 2, ("zebra", "gnu"))
-    found = eval_figures.collect(options, encoder, source)
-    assert len(found.alignments) == 2 and found.points is None and "no t-SNE" in caplog.text
-    assert eval_figures.write(options, {"x": found}) == {}
-    assert not (tmp_path / "tsne.png").exists() and (tmp_path / "alignment.json").exists()
-
-
-def test_a_models_fault_is_an_error(data: str, tmp_path: Path) -> None:
-    encoder, source = make_encoder(data)
-    encoder.transform = encoder.model.transform()
-    encoder.transform.region_dim = 99
-    with pytest.raises(CoderError, match="not one image can be used"):
-        eval_figures.collect(eval_figures.FigureOptions(tmp_path, 2, ()), encoder, source)
-
-
 def test_regions_without_boxes_have_numbers_alone(data: str, tmp_path: Path, caplog) -> None:
     encoder, source = make_encoder(data)
     bare = [

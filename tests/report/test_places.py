@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coder_plugin import create_model
 from coder_plugin.errors import CoderError
-from coder_plugin.report.alignment import blank, brightness, grid_boxes, grid_of, tower_picture
+from coder_plugin.report.alignment import grid_boxes, grid_of, tower_picture
 
 TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 TOWERS = {  # image size (height, width), its configuration, its grid
@@ -48,38 +46,9 @@ def test_cells_lie_where_the_tower_saw_them(kind: str, tmp_path) -> None:
             assert int(moved.argmax()) == cell, (kind, cell)
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "grid"),
-    [((130, 100), 20, (5, 4)), ((224, 672), 147, (7, 21)), (224, 49, (7, 7)), ((640, 224), 140, (20, 7))],
-)
-def test_grids_that_no_tower_names(size, count: int, grid: tuple[int, int]) -> None:
-    assert grid_of(SimpleNamespace(visual=SimpleNamespace(image_size=size)), count) == grid
-
-
 def test_features_that_fill_no_grid_are_refused() -> None:
     with pytest.raises(CoderError, match="37 features of a picture of 224 x 224"):
         grid_of(SimpleNamespace(visual=SimpleNamespace(image_size=224, grid_size=(6, 6))), 37)
-
-
-def test_cells_are_row_by_row() -> None:
-    boxes = grid_boxes(2, 4)
-    assert boxes[1].tolist() == [0.25, 0, 0.5, 0.5] and boxes[4].tolist() == [0, 0.5, 0.25, 1]
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(9, 40), st.integers(9, 40))
-def test_cells_cover_each_pixel_once(rows: int, columns: int, height: int, width: int) -> None:
-    count = rows * columns
-    boxes = grid_boxes(rows, columns)
-    areas = [brightness(np.ones(1), boxes[[cell]], height, width) for cell in range(count)]
-    assert (sum(areas) == 1).all()
-
-
-def test_brightness_is_the_greatest_of_what_covers_a_pixel() -> None:
-    boxes = np.array([[0, 0, 1, 0.5], [0.5, 0, 1, 0.5], [0, 0, 0.25, 0.25]], np.float32)
-    light = brightness(np.array([0.3, 0.5, 0.1], np.float32), boxes, 4, 4)
-    np.testing.assert_allclose(light, [[0.5, 0.5, 1, 1], [0.5, 0.5, 1, 1], [0] * 4, [0] * 4], atol=1e-6)
-    assert brightness(np.full(3, 0.2), boxes, 4, 4).max() == 1  # all alike: all bright
-    assert brightness(np.array([1.0, 0.0]), np.array([[0.5, 0.5, 0.5, 0.5], [0, 0, 1, 1]]), 4, 4).max() == 1  # no area
 
 
 def test_the_picture_is_what_went_in() -> None:
@@ -87,7 +56,3 @@ def test_the_picture_is_what_went_in() -> None:
     mean, std = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
     image = torch.from_numpy((pixels / 255 - mean) / std).permute(2, 0, 1)
     np.testing.assert_array_equal(tower_picture(image, {"mean": mean, "std": std}), pixels)
-
-
-def test_a_canvas_has_the_images_aspect() -> None:
-    assert blank((640, 320)).shape == (160, 320, 3) and blank((1, 1)).shape == (320, 320, 3)

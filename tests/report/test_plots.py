@@ -73,21 +73,6 @@ def test_bars_are_the_numbers(two) -> None:
             assert lengths == pytest.approx([2 * rows[name][part][kind]["std"] for kind in kinds])
 
 
-def test_lines_are_the_recalls(two) -> None:
-    rows, drawn = two
-    for axes, key in zip(drawn[2].axes, ("t2i_r1", "t2i_r5", "t2i_r10"), strict=True):
-        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["<3\n(2)", "3-6\n(4)", "7-39\n(12)", "40+\n(0)"]
-        for line, each in zip(axes.lines, rows.values(), strict=True):
-            expected = [one[key] for one in each["recall_by_length"]["bins"]]
-            assert list(line.get_ydata())[:3] == expected[:3] and expected[3] is None
-            assert line.get_ydata()[3] != line.get_ydata()[3]  # the empty bin is a gap, not a zero
-
-
-def test_counts_are_named_only_where_models_share_them(tmp_path) -> None:
-    drawn = draw(tmp_path, {"a": row(0, edges=[3]), "b": row(0, texts=12, edges=[3])})
-    assert [tick.get_text() for tick in drawn[2].axes[0].get_xticklabels()] == ["<3", "3+"]
-
-
 @pytest.mark.parametrize("models", [1, 12])
 def test_models_and_odd_names(tmp_path, models: int) -> None:
     """Names are run folders: dollars are no mathematics, an underscore hides nothing, and the longest still fits."""
@@ -96,11 +81,6 @@ def test_models_and_odd_names(tmp_path, models: int) -> None:
         assert figure.axes[0].get_position().height * figure.get_figheight() > 2  # inches: the legend leaves room
         assert len(figure.legends[0].get_texts()) == models
         assert figure.legends[0].get_texts()[0].get_text().strip().removesuffix(" (by embeddings)") == r"_runs/$\frac$ a"
-
-
-def test_what_is_not_there_is_left_blank(tmp_path) -> None:
-    drawn = draw(tmp_path, {"pairs": row(0, images=3, texts=3), "alone": row(0, images=1, texts=1)})
-    assert [len(figure.axes[0].patches) for figure in drawn[:2]] == [2, 2]  # image-text of both; of "pairs" alone
 
 
 def test_no_pyplot(tmp_path) -> None:

@@ -22,15 +22,12 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
 from coder_plugin.evaluation.rerank import MatrixScores
 from coder_plugin.pretrained.encode import Items
-from coder_plugin.report.charts import format_number
-from coder_plugin.report.curves import METRICS, active_curve
 from coder_plugin.report.run import write_report
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.run_folder import RunFolder, metric_names
-from tests.report.browser import assert_readable, browse, look
+from coder_plugin.training.run_folder import RunFolder
+from tests.report.browser import assert_readable
 
 SECTIONS = ("recall", "examples", "curves", "run", "concepts", "regions", "map", "state")
-OF_THE_MODEL = ("examples", "concepts", "regions", "map")
 IMAGES = 40
 EVIL = '<script>alert(1)</script> "quoted" <img src=x onerror=alert(2)> {{ 7 * 7 }} $x_'
 
@@ -86,21 +83,6 @@ def test_every_section_shows_something(made: dict[str, Any]) -> None:
         assert part in state
 
 
-def test_every_logged_metric_has_its_curve(made: dict[str, Any]) -> None:
-    run = RunFolder.read(made["folder"])
-    curves, state = section(made["text"], "curves"), section(made["text"], "state")
-    names = metric_names(run.steps)
-    assert {"dcl_loss", "m_dcl_loss", "concept_dcl_loss", "pgc_loss", "lca_loss"} <= set(names)
-    for key in names:
-        steps, values, _ = active_curve(run.steps, key)
-        if key.startswith("share/"):
-            assert f"{key.removeprefix('share/').removesuffix('_loss')} {format_number(values[-1])}" in curves
-            continue
-        name = key.removeprefix("coder/").replace("/", ": ").replace("_", " ") if "/" in key else METRICS.get(key, key)
-        [figure] = re.findall(rf'<p class="name">{re.escape(name)}</p>(.*?)</figure>', state if "/" in key else curves, re.S)
-        assert f"last {format_number(values[-1])} at step {steps[-1]}" in figure and "<svg" in figure
-
-
 def test_the_tables_are_the_runs_numbers(made: dict[str, Any]) -> None:
     run, recall = RunFolder.read(made["folder"]), section(made["text"], "recall")
     best, last = run.results("best"), run.results("last")
@@ -117,19 +99,6 @@ def test_the_tables_are_the_runs_numbers(made: dict[str, Any]) -> None:
     assert "clusters=6" in shown["prototypes"][1]
     assert "epsilon=0.05" in shown["dcl"][1] and "epsilon" not in shown["m_dcl"][1]  # what was set
     assert shown["batch_size"] == ["8"]
-
-
-def test_the_commands_give_the_same_options(made: dict[str, Any], tmp_path: Path) -> None:
-    [command, *_] = re.findall(r"<pre><code>(.*?)</code></pre>", made["text"])
-    assert command == f"coder-plugin train --config {made['folder']}/config.json" and "--resume" not in made["text"]
-    assert main([*command.split()[1:], "--logs", str(tmp_path), "--name", "again", "--dry-run"]) == 0
-    folder = tmp_path / "un finished"
-    shutil.copytree(made["folder"], folder)
-    [manifest] = folder.glob("checkpoints/step_00000012/manifest.json")
-    shutil.rmtree(manifest.parent)
-    commands = re.findall(r"<pre><code>(.*?)</code></pre>", write_report(folder).read_text())
-    resume = next(html.unescape(each) for each in commands if "--resume latest" in each)
-    assert f"--logs {tmp_path} --name 'un finished' --resume latest" in resume
 
 
 def hits(block: str) -> list[tuple[str, bool, float]]:
@@ -247,18 +216,6 @@ def test_what_a_run_says_is_text(made: dict[str, Any], few: dict[str, Any], tmp_
         assert html.escape(EVIL, quote=False)[:30] in section(text, name) or name in ("regions", "map"), name
 
 
-def test_a_run_without_anything_but_metrics(made: dict[str, Any], tmp_path: Path) -> None:
-    rows = [{"step": 1, "loss": 1e308, "dcl_loss": float("nan")}, {"step": 2, "loss": -1e308}, {"step": 3, "loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "lo')
-    text = write_report(tmp_path).read_text(encoding="utf-8")
-    for problem in ("config.json: No such file", "plan.json: No such file", "no complete checkpoint", "1 line cannot be read"):
-        assert problem in text.split("<nav")[0]
-    assert "last 1 at step 3" in section(text, "curves") and "the run has no evaluation" in section(text, "recall")
-    for name in OF_THE_MODEL:
-        assert "Not shown: no model and no validation data were given" in section(text, name)
-    assert "there is no complete checkpoint" in section(text, "state")
-
-
 def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "run"
     shutil.copytree(made["folder"], folder)
@@ -309,15 +266,6 @@ def test_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
         write_report(made["folder"], output=tmp_path / "file" / "x.html")
 
 
-def test_a_bug_in_a_section_ends_no_report(
-    made: dict[str, Any], few: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
-    monkeypatch.setattr("coder_plugin.report.sections.tsne", lambda vectors: 1 // 0)
-    text = write_report(made["folder"], output=tmp_path / "x.html", **few).read_text(encoding="utf-8")
-    assert "ZeroDivisionError" in section(text, "map") and "ZeroDivisionError" in caplog.text
-    assert text.count("Not shown") == 1
-
-
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 
@@ -326,16 +274,3 @@ def test_a_browser_shows_the_page(made: dict[str, Any], browser: str, tmp_path: 
     found = assert_readable(browser, made["text"], tmp_path, width)
     assert found["pictures"] == made["text"].count("<img ") and found["charts"] == made["text"].count("<svg ") > 20
     assert found["cut_tables"] == []
-
-
-def test_a_dark_page_has_light_charts(made: dict[str, Any], browser: str, tmp_path: Path) -> None:
-    light, dark = (look(browser, made["text"], tmp_path, 390, f"--blink-settings=preferredColorScheme={n}") for n in (1, 0))
-    assert len(light["colours"]) == len(dark["colours"]) == 2 and not set(light["colours"]) & set(dark["colours"])
-
-
-def test_it_prints(made: dict[str, Any], browser: str, tmp_path: Path) -> None:
-    path = tmp_path / "report.pdf"
-    url = (made["folder"] / "report.html").as_uri()
-    browse(browser, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={path}", url)
-    content = path.read_bytes()
-    assert content.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", content)) >= len(SECTIONS)

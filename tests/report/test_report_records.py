@@ -12,10 +12,9 @@ import torch
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
-from coder_plugin.report import curves, facts
+from coder_plugin.report import facts
 from coder_plugin.report.run import report_run
-from coder_plugin.report.sections import first_captions
-from coder_plugin.report.state import entry_ages, state_blocks
+from coder_plugin.report.state import state_blocks
 from coder_plugin.training.run_folder import RunFolder, curve, metric_names
 
 
@@ -76,43 +75,11 @@ def test_a_damaged_configuration_does_not_stop_a_report(tmp_path: Path, content:
         report_run(tmp_path, {"val_data": "scenes"})
 
 
-def test_a_term_in_its_warm_up_is_said_to_be_off(monkeypatch: Any) -> None:
-    """A loss of exactly 0 before its first other value is no loss that was reached."""
-    values = {"pgc_loss": [0.0, 0.0, 2.5, 0.0], "m_dcl_loss": [0.0] * 4, "dcl_loss": [3.0, 2.0, 1.5, 1.0]}
-    values["lr"] = [0.0, 1.0, 1.0, 0.0]
-    steps = tuple({"step": 9 * n, **{key: each[n] for key, each in values.items()}} for n in range(4))
-    drawn: dict[str, Any] = {}
-    monkeypatch.setattr(curves, "lines", lambda series, **_: drawn.update({each.name: each for each in series}) or "chart")
-    figures = {each.name: each for each in curves.objective(RunFolder(Path("x"), steps=steps))}
-    assert figures["pgc_loss"].note == "off before step 18, in its warm-up; last 0 at step 27; lowest 0 at step 27"
-    assert (drawn["pgc_loss"].x, drawn["pgc_loss"].y) == ([18, 27], [2.5, 0.0])
-    assert figures["m_dcl_loss"].chart == "" and figures["m_dcl_loss"].note.startswith("off in all 4 rows of the log")
-    assert figures["dcl_loss"].note.startswith("last 1 at step 27") and drawn["learning rate"].y[0] == 0
-
-
-def test_an_epoch_takes_the_mean_time_of_its_steps() -> None:
-    plan, manifest = {"steps per epoch": 10}, {"step": 15, "seconds": 30.0}
-    assert RunFolder(Path("x"), plan=plan, manifest=manifest).seconds_per_epoch == 20.0  # one and a half epochs
-    for changed in ({"seconds": None}, {"step": 0}, {"seconds": 0.0}):
-        assert RunFolder(Path("x"), plan=plan, manifest={**manifest, **changed}).seconds_per_epoch is None
-    assert RunFolder(Path("x"), plan={}, manifest=manifest).seconds_per_epoch is None
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="not a training run's folder"):
         RunFolder.read(tmp_path)
     with pytest.raises(CoderError, match="not a training run's folder"):
         RunFolder.read(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4, 9])
-def test_ages_are_those_of_a_real_bank(steps: int) -> None:
-    bank, batch = CoupledBank(20, 4), 6
-    for step in range(steps):
-        keys = torch.full((batch, 4), float(step))
-        bank.enqueue(keys, keys, torch.arange(batch))
-    ages = entry_ages(int(bank.pointer), int(bank.count), 20, batch)
-    assert torch.equal(ages, (steps - 1 - bank.image[: int(bank.count), 0]).long())
 
 
 def test_state_is_the_checkpoints(tmp_path: Path, monkeypatch: Any) -> None:
@@ -146,14 +113,3 @@ def test_state_is_the_checkpoints(tmp_path: Path, monkeypatch: Any) -> None:
     assert centre_norms["centres"] == pytest.approx([1.0] * 8, abs=1e-6)
     tensors["coder.heads.prototypes.centres.ready"] = torch.tensor(False)
     assert state_blocks(run)[-1]["tiles"] == [("8", "centres, not yet clustered")]
-
-
-def test_the_global_batch_is_the_plans_or_all_ranks() -> None:
-    config = {"batch_size": 8, "accum_freq": 3}
-    assert RunFolder(Path("x"), config, {"batch": {"global per step": 7}}).pairs_per_step == 7
-    assert RunFolder(Path("x"), config, {"batch": {}}, manifest={"world_size": 2}).pairs_per_step == 48
-    assert RunFolder(Path("x"), config).pairs_per_step is None  # of how many ranks?
-
-
-def test_first_captions_are_of_images_that_have_some() -> None:
-    assert first_captions(torch.tensor([2, 0, 2, 0]), 4).tolist() == [[0, 1], [2, 0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import logging
 import math
 
 import numpy as np
@@ -16,7 +15,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.report import Aligner, Points, collect_points, frequent_words, measure_points, plot_tsne
+from coder_plugin.report import Aligner, Points, collect_points, measure_points, plot_tsne
 from coder_plugin.report import tsne as module
 from tests.training import region_data
 
@@ -97,22 +96,6 @@ def test_too_few_to_compare(labels: list[int]) -> None:
         Points(("a", "b")[: len(set(labels))], np.array(labels, np.int64), vectors, vectors)
 
 
-def test_places_are_those_of_the_seed() -> None:
-    given = points()
-    first = placed(given, seed=1)
-    assert first.shape == (36, 2) and np.isfinite(first).all()
-    np.testing.assert_array_equal(first, placed(given, seed=1))
-
-
-def test_few_points_have_few_neighbours() -> None:
-    assert placed(points(concepts=2, each=2)).shape == (8, 2)  # 30 neighbours would be an error
-
-
-def test_frequent_words() -> None:
-    captions = ["A dog and a dog run", "two dogs in the water", "the dog's water 3", "water"]
-    assert frequent_words(captions, 3) == ("water", "dog", "dogs")
-
-
 def test_collected_are_the_models_words_and_regions(encoder: Encoder) -> None:
     found = collect_points(encoder, source(), ["dog", "cat", "man"], per_concept=3)
     assert found.concepts == ("dog", "cat", "man") and found.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3
@@ -135,21 +118,6 @@ def test_collected_are_the_models_words_and_regions(encoder: Encoder) -> None:
 
 def _holders(concept: str) -> list[int]:
     return [n for n, record in enumerate(RECORDS) if concept in record.captions[0].split()]
-
-
-def test_images_that_cannot_be_read_are_passed_over(encoder: Encoder) -> None:
-    first = _holders("dog")[0]
-    whole = collect_points(encoder, source(), ["dog", "cat"], per_concept=99)
-    without = collect_points(encoder, source(broken=first), ["dog", "cat"], per_concept=99)
-    assert (whole.labels == 0).sum() == len(_holders("dog")) == (without.labels == 0).sum() + 1
-
-
-def test_rare_concepts_are_told_of(encoder: Encoder, caplog) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = collect_points(encoder, source(), ["dog", "zebra", "cat"], per_concept=3)
-    assert found.concepts == ("dog", "cat") and "zebra (0)" in caplog.text
-    with pytest.raises(CoderError, match="dog"):
-        collect_points(encoder, source(), ["dog", "zebra"])
 
 
 def test_models_side_by_side(tmp_path, monkeypatch) -> None:

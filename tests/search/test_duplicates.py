@@ -107,21 +107,6 @@ def test_a_chain_is_one_group_and_copies_have_a_cosine_of_one(tmp_path: Path) ->
     assert "chain" not in summarize(find_duplicates(index, threshold=0.9), 0.9)
 
 
-def test_copies_of_other_lengths_have_a_cosine_of_one(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    vectors = np.repeat(draw.normal(size=(40, 64)), 2, axis=0) * draw.uniform(0.1, 9, size=(80, 1))
-    found = find_duplicates(planted(tmp_path / "index", vectors), threshold=1)
-    assert [group.rows.tolist() for group in found.groups] == [[row, row + 1] for row in range(0, 80, 2)]
-    assert max(group.similarities.max() for group in found.groups) <= 1
-
-
-def test_neighbours_of_an_index_that_rounds_its_vectors_are_enough(tmp_path: Path) -> None:
-    vectors = np.random.default_rng(0).normal(size=(80, 8))
-    index = planted(tmp_path / "index", vectors / np.linalg.norm(vectors, axis=1, keepdims=True), factory="PQ4x4")
-    stored = np.linalg.norm(index.vectors["images"].gather(np.arange(80)), axis=2)
-    assert stored.min() < 0.9 * stored.max() and not find_duplicates(index).exact
-
-
 def test_neighbours_of_other_lengths_are_compared_by_their_cosines(tmp_path: Path) -> None:
     """Where the index finds all images as neighbours; two are zeros, and one of a pair was removed."""
     vectors = vectors_of(1)
@@ -129,27 +114,6 @@ def test_neighbours_of_other_lengths_are_compared_by_their_cosines(tmp_path: Pat
     found = find_duplicates(Index(tmp_path / "index", parameters="nprobe=4"), threshold=0.97, exact=False)
     expected = reference(vectors, 0.97)
     assert [group.rows.tolist() for group in found.groups] == [rows for rows, _ in expected] and not found.exact
-
-
-def test_neighbours_that_an_index_does_not_find_are_none(tmp_path: Path) -> None:
-    vectors = np.repeat(np.eye(8), 20, axis=0) + np.random.default_rng(0).normal(size=(160, 8)) * 0.2
-    vectors[1] = vectors[0]
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    index = planted(tmp_path / "index", vectors, factory="IVF8,Flat")  # lists of fewer than the neighbours asked for
-    assert [group.rows.tolist() for group in find_duplicates(index, threshold=0.9999).groups] == [[0, 1]]
-
-
-def test_more_copies_than_an_approximate_index_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_NEIGHBOURS", 2)
-    vectors = np.random.default_rng(0).normal(size=(60, DIMENSIONS))
-    vectors[20:50] = vectors[20]
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    index = planted(tmp_path / "index", vectors, factory="HNSW32")
-    found = find_duplicates(index)
-    assert [group.rows.tolist() for group in found.groups] == [[*range(20, 50)]] and found.crowded == 0
-    monkeypatch.setattr(duplicates, "MOST_NEIGHBOURS", 8)
-    found = find_duplicates(index)
-    assert found.crowded == 30 and {*found.groups[0].rows} <= {*range(20, 50)}
 
 
 @pytest.mark.parametrize("factory", ["Flat", "HNSW32"])

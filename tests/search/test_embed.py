@@ -24,7 +24,6 @@ from PIL import Image
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
-from coder_plugin.cli.embed import share_of
 from coder_plugin.data import open_source
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
@@ -115,15 +114,6 @@ def test_regions_with_tokens(tmp_path: Path) -> None:
     assert len(texts) == len(encoded.captions) and texts[0].dtype == np.float16
 
 
-@pytest.mark.parametrize("what", ["images", "captions"])
-def test_one_kind_of_vectors_in_half_precision(model: str, tmp_path: Path, what: str) -> None:
-    job_of(model, write_shards(tmp_path, broken=2), tmp_path / "e", what=what, dtype="float16").run(shown=False)
-    table = embedded(tmp_path / "e")
-    assert [*table.vector_sizes] == [what] and len(table) == (11 if what == "images" else 12)  # captions alone load no picture
-    assert pq.read_schema(table.paths[0]).field({"images": "image_vector", "captions": "text_vectors"}[what]).type is not None
-    assert ("halffloat" in str(pq.read_schema(table.paths[0]))) and [*table.batches(["captions"])]
-
-
 def test_bad_samples_are_left_out_and_listed(model: str, tmp_path: Path) -> None:
     data = write_shards(tmp_path, broken=5)
     finished = job_of(model, data, tmp_path / "e").run(shown=False)
@@ -202,20 +192,6 @@ def test_parts_fetch_remote_shards_once(model: str, tmp_path: Path) -> None:
     assert {name: count for name, count in asked.items() if name.endswith(".tar")} == {f"/{n:04d}.tar": 1 for n in range(7)}
     rows = pq.read_table(tmp_path / "e" / "00000003.parquet").to_pylist()
     assert rows[0]["path"] == f"http://127.0.0.1:{server.server_port}/0003.tar" and rows[0]["member"] == "0006.png"
-
-
-def test_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert share_of(None, None) == (0, 1) and share_of(2, 5) == (2, 5)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert share_of(3, 4) == (7, 8)
-    for name, value in {"ID": "14", "MIN": "10", "STEP": "2", "COUNT": "5"}.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    assert share_of(None, None) == (5, 10) and share_of(0, 1) == (1, 2)
-    with pytest.raises(CoderError, match="belong together"):
-        share_of(1, None)
-    with pytest.raises(CoderError, match="--task-index 4 of --task-count 4"):
-        share_of(4, 4)
 
 
 def test_other_options_and_other_files_are_refused(model: str, tmp_path: Path) -> None:

@@ -168,13 +168,6 @@ def test_an_index_without_tokens_cannot_re_rank(export: Path, data: Path, tmp_pa
     assert "keeps no tokens to re-rank by: build it with coder-plugin index --reranker maxsim" in capsys.readouterr().err
 
 
-def test_a_build_goes_on_with_the_same_re_ranker_alone(export: Path, data: Path, index: Path, capsys) -> None:
-    """Items of two re-rankers would not fit together."""
-    assert build(export, data, index, "--reranker", "maxsim") == 0
-    assert build(export, data, index, "--reranker", "maxsim(direction=both)") == 2
-    assert "re-ranker was maxsim, is maxsim(direction=both)" in capsys.readouterr().err
-
-
 def test_a_re_ranker_that_a_file_names_must_be_ours() -> None:
     check_saved_reranker("maxsim(direction=both)", "x.json")
     with pytest.raises(CoderError, match="is unknown; known: maxsim"):

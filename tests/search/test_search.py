@@ -22,9 +22,8 @@ from coder_plugin.data import open_source
 from coder_plugin.data.regions.arrays import npz_bytes
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import export_model
-from coder_plugin.search import searcher as searching
 from coder_plugin.search.index import Index
-from coder_plugin.search.searcher import Query, open_searcher
+from coder_plugin.search.searcher import open_searcher
 from tests.search.made import write_model, write_pictures
 from tests.training import region_data
 
@@ -225,25 +224,6 @@ def test_candidates_are_as_many_as_in_evaluation(tmp_path: Path) -> None:
     assert found == every and all(hit.fused is not None for hit in found)
 
 
-def test_many_candidates_are_scored_in_pieces(tmp_path: Path, monkeypatch) -> None:
-    test_candidates_are_as_many_as_in_evaluation(tmp_path)
-    searcher = open_searcher(tmp_path / "index")
-    [query] = searcher.text(["a man and a dog"])
-    [key] = [searcher.key("dev_003")]
-    whole = [searcher.search(query, 24), searcher.search(key, 99)]
-    monkeypatch.setattr(searching, "_PAIRS", 7)
-    for one, pieces in zip(whole, [searcher.search(query, 24), searcher.search(key, 99)], strict=True):
-        assert [hit.row for hit in one] == [hit.row for hit in pieces]
-        assert [hit.fused for hit in one] == pytest.approx([hit.fused for hit in pieces], abs=1e-5)
-
-
-def test_data_of_the_wrong_kind(export: Path, tmp_path: Path, capsys) -> None:
-    data = region_data.write_precomp(tmp_path)
-    flags = ["--data", data, "--split", "dev", "--workers", "0", "--output", str(tmp_path / "index")]
-    assert main(["index", str(export), *flags]) == 2
-    assert "the data are regions" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flags", [("--factory", "Round"), ("--thumbnails", "-1"), ("--data", "nowhere")])
 def test_a_refused_command_leaves_the_folder_to_the_corrected_one(export: Path, tmp_path: Path, flags: Any, capsys) -> None:
     command = ["index", str(export), "--data", "scenes", "--workers", "0", "--output", str(tmp_path / "index")]
@@ -260,15 +240,6 @@ def test_a_finished_index_is_made_of_the_same_data(index: Path, export: Path, pi
     assert main(command) == 0
     assert main([*command, "--thumbnails", "5"]) == 2 and "thumbnails was 128, is 5" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*") if path.name != ".lock"} == before
-
-
-def test_a_query_of_several_vectors_counts_its_best(index: Path) -> None:
-    searcher = open_searcher(index)
-    both = torch.from_numpy(np.concatenate([searcher.index.vector(3), searcher.index.vector(17)]))
-    hits = searcher.search(Query(both, "captions", None), 40, among="images")
-    products = torch.from_numpy(np.concatenate([searcher.index.vector(row) for row in range(COUNT)])) @ both.T
-    assert {hit.row: hit.score for hit in hits} == pytest.approx(dict(enumerate(products.amax(1).tolist())), abs=1e-5)
-    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
 def test_the_fingerprint_is_of_what_decides_the_vectors(index: Path, export: Path, monkeypatch) -> None:

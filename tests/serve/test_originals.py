@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from coder_plugin.data.decode import FORMATS
-from coder_plugin.errors import CoderError
 from coder_plugin.serve import originals as module
 from coder_plugin.serve.originals import Originals, recorded_folders
 
@@ -139,23 +138,6 @@ def test_a_tar_file_that_changes_is_read_again(folder: Path) -> None:
         tar.add(folder / "inside" / "deep" / "a.png", "deep/y.png")
     os.utime(shard, ns=(1, 1))
     assert content(folder, Record("", str(shard), "deep/y.png")) == picture()
-
-
-def test_a_tar_file_with_many_files_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_MEMBERS", 2)
-    assert content(folder, Record("", str(folder / "inside" / "shard.tar"), "x.jpg")) is None
-
-
-def test_a_compressed_tar_file_has_no_places(folder: Path) -> None:
-    with pytest.raises(CoderError, match="compressed as a whole"):
-        module._members(str(folder / "inside" / "small.tar.gz"), 0, 0)
-    assert {*module._members(str(folder / "inside" / "shard.tar"), 0, 0)} == {"x.txt", "x.jpg", "deep/y.png"}
-
-
-def test_the_folder_itself_may_be_a_link(folder: Path) -> None:
-    (folder / "here").symlink_to(folder / "inside")
-    found = Originals([folder / "here"]).open(Record("deep/a.png"))
-    assert found is not None and b"".join(found.chunks()) == picture()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import urllib.request
@@ -16,8 +15,6 @@ import pytest
 
 from coder_plugin.cli import main
 from coder_plugin.cli.serve import _hint
-from coder_plugin.errors import install_command
-from tests import fresh
 from tests.serve.chrome import Page, page
 from tests.serve.conftest import COUNT, NAME, Live, Made, running
 
@@ -211,24 +208,3 @@ def test_a_port_in_use(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_served(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
     assert words in error(capsys, str(made.index), *flags)
-
-
-def test_what_is_missing(made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coder_plugin.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
-    assert f"serve needs uvicorn: {install_command('serve')}" in error(capsys, str(made.index))
-
-
-def test_the_benchmark_in_its_smallest_form(server: Live, made: Made, tmp_path: Path) -> None:
-    """The figures mean nothing."""
-    script = Path(__file__).parents[2] / "scripts" / "bench" / "serve.py"
-    options = ["--index", str(made.index), "--url", server.url, "--json", str(tmp_path / "json")]
-    options += "--clients 3 --seconds 0.6 --rounds 2 -k 3".split()
-    done = fresh.run([str(script), *options])
-    assert done.returncode == 0, done.stderr
-    _, case = map(json.loads, (tmp_path / "json").read_text().splitlines())
-    assert case["errors"] == 0 and case["memory_mb"] == {} and case["case"] == "3 clients"
-    for name in ("serve", "peer"):
-        assert case[name]["queries"] >= 6 and 0 < case[name]["p50_ms"] <= case[name]["p95_ms"]
-    assert case["ratio"]["mean"] > 0 and "0 errors" in done.stdout
-    wrong = fresh.run([str(script), *options, "-k", "40"])  # there are thirty
-    assert wrong.returncode == 0 and re.search(r"; [1-9]\d* errors", wrong.stdout), wrong.stderr + wrong.stdout

@@ -60,10 +60,6 @@ def test_filters_hold_together(connection: Any, filters: dict[str, Any], rows: l
     assert found(connection, filters) == rows
 
 
-def test_no_filters_are_no_expression() -> None:
-    assert expression({}, COLUMNS) is None
-
-
 @pytest.mark.parametrize(
     ("filters", "words"),
     [

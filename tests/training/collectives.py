@@ -45,7 +45,7 @@ class Count(Callback):
         self.current = []
 
 
-def train(folder: Path, model: str, loss: str = "coder", **more: Any) -> Trainer:
+def train(folder: Path, model: str, **more: Any) -> Trainer:
     """Six steps of 8 pairs, in the third and the last of which the pairs are clustered.
 
     Writes the collectives of the fourth and the fifth into ``folder/collectivesRANK.json``. Returns the trainer.
@@ -55,11 +55,10 @@ def train(folder: Path, model: str, loss: str = "coder", **more: Any) -> Trainer
         "batch_size": 4, "train_num_samples": 48, "epochs": 1, "workers": 0, "logs": str(folder), "name": "run", "warmup": 1,
         "val_frequency": 0, "report": False, "log_every_n_steps": 100, "model": model, **more,
     }  # fmt: skip
-    if loss == "coder":
-        config["set"] = ["momentum.bank_size=32", "prototypes.clusters=8", "prototypes.recluster=24"]
-    trainer = Trainer(model=model, loss=loss, train="scenes", config=config, callbacks=[count])
+    config["set"] = ["momentum.bank_size=32", "prototypes.clusters=8", "prototypes.recluster=24"]
+    trainer = Trainer(model=model, loss="coder", train="scenes", config=config, callbacks=[count])
     trainer.run()
     assert len(count.steps) == 6, len(count.steps)
-    assert loss != "coder" or trainer.model.coder.heads["prototypes"].centres.ready
+    assert trainer.model.coder.heads["prototypes"].centres.ready
     (folder / f"collectives{count.rank}.json").write_text(json.dumps(count.steps[3:5]))
     return trainer

@@ -17,7 +17,7 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file, sha256_json
 from coder_plugin.training import checkpoint
-from coder_plugin.training.checkpoint import checkpoints, load, load_rank, newest, prune, save, set_aside
+from coder_plugin.training.checkpoint import checkpoints, load, load_rank, newest, prune, save
 from coder_plugin.training.resume import rng_states, set_rng_states
 from tests import fresh, gloo, saved
 
@@ -103,13 +103,6 @@ def test_random_states_reproduce_the_next_numbers(tmp_path):
     assert draw() != expected
     set_rng_states(load_rank(path, 0)["rng"])
     assert draw() == expected
-
-
-def test_values_keep_their_types(tmp_path):
-    tree = {3: torch.tensor(1), "3": torch.tensor(2), "pair": (1, (2.5, None)), "nan": math.nan, "large": 2**200}
-    tree |= {"é": [True, -0.0], "half": torch.tensor([1.5, -0.0], dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
-    found = load(save(tmp_path, "a", manifest={"step": 1}, common=tree))[1]
-    assert [*found] == [*tree] and str(found) == str(tree) and found["half"].dtype == torch.bfloat16
 
 
 UNREADABLE = {"numpy": np.float64(1), "multiarray": np.zeros(2), "lambda": lambda: 0, "Path": Path("x")}
@@ -229,13 +222,6 @@ def test_a_file_of_something_else_is_refused(content, tmp_path):
 # -- folders -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_replaced_and_the_loaded_state_stays(tmp_path):
-    first = load(write(tmp_path, "last", 1))[1]
-    assert step_of(write(tmp_path, "last", 2)) == 2
-    assert first["model"]["weight"].tolist() == [1.0] * 50 and [path.name for path in tmp_path.iterdir()] == ["last"]
-    assert checkpoint.read_model(tmp_path / "last")["weight"].tolist() == [2.0] * 50
-
-
 def test_newest_goes_by_step_then_epoch_then_time(tmp_path):
     assert newest(tmp_path / "none") is None and newest(tmp_path) is None
     for name, step, epoch in (("z", 9, 1), ("a", 10, 1), ("m", 10, 2), ("y", 10, 1), ("b", 10, 2)):
@@ -255,17 +241,6 @@ def test_prune_removes_only_checkpoints(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"s1", "s3", "photos", "linked", "log.txt"}
     (tmp_path / "s3" / "rank0.pt").unlink()
     assert prune(tmp_path, ["s3"]) == [] and step_of(tmp_path / "s1") == 1
-
-
-def test_later_ones_are_set_aside_damaged_or_not(tmp_path):
-    for step in range(1, 5):
-        write(tmp_path / "run", f"step_{step}", step)
-    (tmp_path / "run" / "step_3" / "manifest.json").write_text("{")
-    assert set_aside(tmp_path / "run", tmp_path / "aside", after=2) == ["step_3", "step_4"]
-    write(tmp_path / "run", "step_4", 4)
-    set_aside(tmp_path / "run", tmp_path / "aside", after=2)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step_1", "step_2"}
-    assert len([*(tmp_path / "aside").glob("step_4*")]) == 2
 
 
 KILLS = """

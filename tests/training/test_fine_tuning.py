@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from coder_plugin import Callback, Trainer, create_loss, create_model
 from coder_plugin.cli import build_parser, main
 from coder_plugin.cli.train import summary
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.source import ItemSource
 from coder_plugin.doctor import run as doctor_run
 from coder_plugin.errors import CoderError
@@ -30,7 +29,6 @@ from coder_plugin.training import fine_tuning
 from coder_plugin.training.run_folder import RunFolder
 from tests import saved
 from tests.doctor.made import examine
-from tests.training import region_data
 from tests.training.test_trainer import run_killed_after
 
 
@@ -77,7 +75,7 @@ def rows(folder: Path, key: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lock_text": True, "accum_freq": 2}, {"lora_rank": 2}], ids=["all", "locked", "lora"]
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"lock_text": True, "accum_freq": 2}, {"lora_rank": 2}], ids=str
 )
 def test_a_run_with_a_teacher_resumes_bit_for_bit(config: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     """Also where the weights that it started from are gone: the checkpoint holds what is needed of them."""
@@ -185,27 +183,6 @@ def test_zero_shot_accuracy_is_measured_while_training(config: Any, classes: str
     assert all(torch.equal(value, tensors(tmp_path / "plain")[name]) for name, value in tensors(folder).items())
 
 
-def test_accuracies_alone_and_resumed(config: Any, classes: str, tmp_path: Path, capsys: Any) -> None:
-    """Without validation data; a resumed run has each row once, and knows the accuracy before the first step."""
-    options = {"loss": "clip", "zeroshot": classes, "epochs": 3, "train_num_samples": 16}
-    trainer = Trainer.from_config(config("whole", **options))
-    trainer.val = None
-    assert "zero-shot" in summary(trainer, trainer.run())
-    assert trainer.last == {} and trainer.zero_shot["before"] == rows(tmp_path / "whole", "val/zeroshot_top1")[0]
-    findings = {each.name: each.level for each in doctor_run.check_log(tmp_path / "whole")}
-    assert findings["run.recall"] == "note" and {"run.zeroshot", "run.zeroshot.fallen"} & findings.keys()
-    run_killed_after(config("broken", **options), 5)  # in the third epoch
-    capsys.readouterr()
-    resumed = Trainer.from_config(config("broken", resume="latest", **options))
-    resumed.run()
-    assert capsys.readouterr().out.count("before the first step") == 1  # in the last epoch's line
-    assert resumed.zero_shot == trainer.zero_shot
-    lines = (tmp_path / "broken/metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines if "zeroshot_top1" in line]
-    assert steps == [0, 2, 4, 6]
-    assert rows(tmp_path / "whole", "val/zeroshot_top1") == rows(tmp_path / "broken", "val/zeroshot_top1")
-
-
 def test_what_cannot_be_classified_is_refused_before_a_model_is_made(
     config: Any, classes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -225,23 +202,6 @@ def test_what_cannot_be_classified_is_refused_before_a_model_is_made(
         resolve_config({"templates": "simple"})
     assert main(["train", "--zeroshot", str(tmp_path / "nothing")]) == 2
     assert "error: --zeroshot" in capsys.readouterr().err
-
-
-def test_pictures_that_cannot_be_read_end_a_run_before_its_first_step(config: Any, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "broken" / name).mkdir(parents=True)
-        (tmp_path / "broken" / name / "0.png").write_text("no picture")
-    trainer = Trainer.from_config(config(loss="clip", zeroshot=str(tmp_path / "broken")))
-    with pytest.raises(CoderError, match="none of its pictures can be read|cannot be used"):
-        trainer.run()
-    assert trainer.step == 0
-
-
-def test_a_region_model_classifies_nothing(classes: str, tmp_path: Path) -> None:
-    options = {"zeroshot": classes, "logs": str(tmp_path), "batch_size": 4, "workers": 0, "loss": "dcl", "epochs": 1}
-    options |= {"model": "region-bigru", "model_kwargs": ["embed_dim=8", "word_dim=8"]}
-    with pytest.raises(CoderError, match="--zeroshot classifies pictures, and this model reads region features"):
-        Trainer.from_config({**options, "train_data": region_data.write_precomp(tmp_path / "regions")})
 
 
 # Advice
@@ -295,16 +255,6 @@ def test_the_rate_of_adapters_and_of_locked_towers_is_their_own(config: Any, cap
         assert caplog.text.count("pretrained weights seldom bear") == warned, options
 
 
-def test_the_rate_of_a_region_models_bert_is_not_judged(tiny_model: str) -> None:
-    """Nor that of a model which is given as an object: where its weights come from is not known."""
-    options = resolve_config({"model": "region-bigru", "train_data": "a.csv", "pretrained": "a.pt", "lr": 0.1})
-    model = create_model(tiny_model, loss="dcl")
-    assert fine_tuning.advice(options, model, create_loss("dcl", model=model)) == []
-    options = TrainConfig().with_options(model=tiny_model, pretrained="a.pt", lr=0.1)
-    assert fine_tuning.advice(options, model, create_loss("dcl", model=model), pretrained=False) == []
-    assert fine_tuning.starts_from_weights(TrainConfig().with_options(model="hf-hub:me/mine"))
-
-
 @pytest.mark.parametrize(
     ("loss", "options", "warned"),
     [
@@ -321,26 +271,6 @@ def test_a_batch_too_small_for_clip(loss: str, options: dict[str, Any], warned: 
     found = advice({"model": tiny_model, **options}, loss)
     assert ("batch" in found) == warned
     assert not warned or f"the {options['batch_size']} captions of a step" in found["batch"]
-
-
-def test_a_frozen_scale_that_the_loss_reads(tiny_model: str, config: Any, caplog: Any) -> None:
-    model = create_model(tiny_model, loss="dcl")  # no term reads the scale
-    assert "logit_scale" not in advice({"model": tiny_model}, "clip + distill(kind=similarity)")
-    found = advice({"model": tiny_model}, "clip", model=model)
-    assert "clip reads logit_scale, which is frozen at 14.29: the temperature stays" in found["logit_scale"]
-    assert "logit_scale" not in advice({"model": tiny_model}, "dcl", model=model)
-    options = {name: value for name, value in config().items() if name not in ("model", "pretrained", "dataset_type")}
-    Trainer(model=model, loss="clip", train="scenes", config={**options, "templates": None})
-    assert "clip reads logit_scale, which is frozen" in caplog.text
-    trainer = Trainer.from_config(config(loss="dcl"))  # the reverse: a scale that no term reads is not trained
-    assert "logit_scale" in trainer.frozen and not trainer.model.logit_scale.requires_grad
-
-
-def test_a_teacher_of_random_weights(tiny_model: str) -> None:
-    found = advice({"model": tiny_model}, "clip + distill")
-    assert "keeps the model near random weights" in found["teacher"]
-    assert "teacher" not in advice({"model": tiny_model, "pretrained": "a.pt", "lr": 1e-5}, "clip + distill")
-    assert "teacher" not in advice({"model": tiny_model}, "clip")
 
 
 def test_doctor_gives_the_same_advice(tiny_model: str, weights: str, classes: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import logging
-import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.data.hard_negatives import HardNegatives
 from coder_plugin.data.tables import open_csv
 from coder_plugin.errors import CoderError
-from coder_plugin.objective import Objective
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.prepare import check_pairs, make_objective
+from coder_plugin.training.prepare import make_objective
 from tests.backbones import tiny_bert
 from tests.backbones.test_region_text import TEXTS, images, made
 from tests.training.test_trainer import losses, run_killed_after, weights
@@ -120,27 +118,6 @@ def test_a_table_trains_as_the_column_and_the_shard_do(tmp_path, config, data):
     assert shard.loader.negatives_drawn == {"filled": 26, "empty": 6}
 
 
-def test_accumulated_steps_take_those_of_all_micro_batches(tmp_path, config):
-    for name, options in (("one", {}), ("two", {"batch_size": 2, "accum_freq": 2})):
-        Trainer.from_config(config(name, epochs=1, train_num_samples=8, **options)).run()
-    one, two = losses(tmp_path, "one"), losses(tmp_path, "two")
-    assert one.keys() == two.keys() and all(abs(one[key] - two[key]) < 1e-4 for key in one)
-
-
-def test_few_filled_places_are_explained(tmp_path, config, caplog):
-    """A table with the keys of other data, of which one image is in these."""
-    table = tmp_path / "other.tsv"
-    table.write_text("key\tnegative\ntrain/0.png\ta cow\n0.png\ta cow\n")
-    options = {"train": "plain.csv", "epochs": 1, "loss": "dcl"}
-    Trainer.from_config(config("few", negatives_file=str(table), **options)).run()
-    (told,) = [each.getMessage() for each in caplog.records if "below 10 %" in each.getMessage()]
-    assert re.search(r"names images such as 'train/0.png', the data '\d+\.png'", told)
-    caplog.clear()
-    table.write_text("key\tnegative\n" + "".join(f"{n}.png\ta cow\n" for n in range(4)))
-    Trainer.from_config(config("enough", negatives_file=str(table), **options)).run()  # 4 of 32 places
-    assert "below 10 %" not in caplog.text
-
-
 def objective(loss: str, **options: Any) -> str:
     flat = {"loss": loss, "hard_negatives": 3, **options}
     return str(make_objective(TrainConfig().with_options(**flat)))
@@ -177,14 +154,6 @@ def test_mistakes_are_named(config, data, tmp_path):
         HardNegatives(1).check(open_csv(str(faulty), negatives_key="negatives"))
     with pytest.raises(CoderError, match="--negatives-file without --hard-negatives"):
         Trainer.from_config(config(negatives_file=data["negatives.tsv"], hard_negatives=0))
-
-
-def test_a_batch_of_one_pair_has_negatives_of_its_own(caplog):
-    """No warning that dcl has none; triplet, which does not take them, has none."""
-    model = coder_plugin.create_model("coder-tiny", loss="dcl(hard_negatives=true) + triplet")
-    loss = coder_plugin.create_loss("dcl(hard_negatives=true) + triplet", model=model)
-    check_pairs(TrainConfig().with_options(batch_size=1, accum_freq=1), loss)
-    assert [record.getMessage().partition("no negatives, and ")[2][:19] for record in caplog.records] == ["triplet has no othe"]
 
 
 def texts(model: Any, captions: list[str]) -> torch.Tensor:
@@ -259,9 +228,3 @@ def test_wrong_shapes_and_forgotten_ones_are_named():
         model(image, text, text_negatives=text[:, None], text_negative_ids=torch.zeros(2, 2))
     with pytest.raises(CoderError, match="needs coder_negative_features, coder_negative_ids, which the model did not return"):
         coder_plugin.create_loss(loss, model=model)(**model(image, text, image_id=torch.arange(2)))
-
-
-def test_an_export_needs_none(tmp_path):
-    objective = Objective.parse("dcl(hard_negatives=true) + m_dcl(hard_negatives=true)")
-    model = coder_plugin.create_model("coder-tiny", loss=objective, inference=True)
-    assert not model.coder.heads and not model.coder.reads_negatives

@@ -12,7 +12,7 @@ import torch
 
 from coder_plugin import CoderError, Trainer, distributed
 from coder_plugin.config import TrainConfig
-from coder_plugin.launchers import first_machine, ranks_from_slurm
+from coder_plugin.launchers import ranks_from_slurm
 from coder_plugin.training import disk
 from coder_plugin.training.accelerator import check_parallelism, make_accelerator
 from tests import gloo
@@ -58,13 +58,6 @@ def test_other_forms_of_parallel_training_are_refused_before_a_model_is_built(fl
     assert not distributed.dist.is_initialized() and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "flags", [["--multi_gpu"], ["--use_parallelism_config", "--parallelism_config_dp_replicate_size", "2"]]
-)
-def test_ddp_is_what_remains(flags) -> None:
-    check_parallelism(environment_of(*flags))
-
-
 def test_a_parallelism_that_a_script_passed_to_accelerate_is_refused() -> None:
     check_parallelism({}, SimpleNamespace(tp_size=1, cp_size=1, sp_size=1, dp_shard_size=1, dp_replicate_size=4))
     with pytest.raises(CoderError, match="asks for ParallelismConfig.cp_size"):
@@ -106,16 +99,6 @@ def test_ranks_come_from_slurm() -> None:
 )
 def test_without_several_tasks_of_srun_nothing_is_set(changes) -> None:
     assert not {"RANK", "WORLD_SIZE"} & ranks(**changes).keys()
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_what_torchrun_has_set_stays(name) -> None:
-    assert ranks(**{name: "0"}) == {name: "0"}
-
-
-def test_first_machine() -> None:
-    names = {"a": "a", "a,b": "a", "a[1-3]": "a1", "a[01,05]-ib,b": "a01-ib", "r[1-2]n[3-4],b": "r1n3", "a-7.b": "a-7.b"}
-    assert {name: first_machine(name) for name in names} == names
 
 
 def as_slurm() -> None:

@@ -6,12 +6,9 @@ from dataclasses import replace
 import open_clip
 import pytest
 import torch
-from torch import nn
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.config import TrainConfig
-from coder_plugin.errors import CoderError
-from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
@@ -73,30 +70,6 @@ def test_statistics_of_frozen_batch_norms(options, frozen, tmp_path, caplog):
     )
 
 
-def test_statistics_follow_the_parameters_around_them():
-    """However they were frozen; copies that heads hold keep their own mode."""
-    model = nn.Module()
-    norms = nn.BatchNorm2d(3, affine=False), nn.InstanceNorm2d(3, track_running_stats=True)
-    model.frozen = nn.Sequential(nn.Conv2d(3, 3, 1), *norms)
-    model.trained = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3).requires_grad_(False))
-    model.momentum = ModelCopy(mode="train")
-    model.momentum.model = nn.Sequential(nn.BatchNorm2d(3)).requires_grad_(False)
-    model.frozen.requires_grad_(False)
-    for _ in range(2):
-        prepare.freeze_batch_norm(model)
-    model.train()
-    assert not model.frozen[1].training and not model.frozen[2].training
-    assert model.trained[1].training and not model.trained[2].training
-    assert model.momentum.model[0].training and type(model.momentum.model[0]) is nn.BatchNorm2d
-
-
-def test_a_number_of_steps_replaces_the_epochs_of_weaker_layers():
-    assert "epochs" not in resolve_config({"max_steps": 5}).origins  # the scenes' six
-    both = resolve_config({"max_steps": 5, "epochs": 1})
-    assert both.optim.epochs == 1 and both.optim.max_steps == 5
-    assert resolve_config({"epochs": 2}, file={"max_steps": 5}).origins["epochs"] == "flag"
-
-
 def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     def local_loss(loss=None, **options):
         config = resolve_config({"model": tiny_model, "loss": "dcl", **options}, flags_name="argument")
@@ -110,13 +83,6 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     assert not local_loss(made)  # a loss object is computed as it was made
     one, two = Objective.parse("dcl"), replace(Objective.parse("dcl"), local_loss=True)
     assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes
-
-
-def test_a_step_of_one_pair_without_negatives_is_refused(tiny_model):
-    criterion = create_loss("clip + dcl", model=create_model(tiny_model, loss="clip + dcl"))
-    with pytest.raises(CoderError, match=r'--batch-size 1: a step has one pair .* --loss "clip \+ dcl" learns: use'):
-        prepare.check_pairs(TrainConfig().with_options(batch_size=1), criterion)
-    prepare.check_pairs(TrainConfig().with_options(batch_size=1, accum_freq=2), criterion)
 
 
 @pytest.mark.parametrize("loss, batch_size, named", [("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)])

@@ -43,7 +43,7 @@ class Batches(list):  # type: ignore[type-arg]
     num_samples = property(lambda self: sum(len(images) for images, _ in self))
 
 
-@pytest.mark.parametrize("accum_freq", [1, 2])
+@pytest.mark.parametrize("accum_freq", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_clip_has_open_clips_losses(accum_freq: int, tiny_model: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "batch_size": 8, "accum_freq": accum_freq, "train_num_samples": 8 * accum_freq * STEPS, "epochs": 1}
     options |= {"workers": 0, "report": False, "val_frequency": 0, "logs": str(tmp_path), "precision": "fp32"}

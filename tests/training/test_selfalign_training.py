@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from coder_plugin.cli import main
-from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.optim import parameter_groups
 from tests.training.test_region_training import (  # noqa: F401
     arguments,
     coder,
@@ -34,8 +30,8 @@ FEW = ["alignment.prototypes=12"]
     ("model", "loss", "kwargs"),
     [
         ("region-bert-camera", ALONE, []),
-        ("region-bert", f"dcl + {ALONE}", []),
-        ("region-bigru-vsrn", "dcl + lca + cra", ["word_projection=true"]),
+        pytest.param("region-bert", f"dcl + {ALONE}", [], marks=pytest.mark.slow),
+        pytest.param("region-bigru-vsrn", "dcl + lca + cra", ["word_projection=true"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_learns_and_its_evaluation_repeats_with_and_without_contexts(tmp_path, made, model, loss, kwargs):  # noqa: F811
@@ -69,7 +65,7 @@ def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_pat
     assert np.isfinite(one).all() and np.isfinite(two).all()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     options: dict[str, Any] = {"loss": f"dcl + {ALONE}", "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
     options["set"] = [*FEW, "alignment.freeze_steps=7"]
@@ -91,48 +87,6 @@ def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811
     assert max(first) == 0 < min(second)
 
 
-def test_word_classes_of_the_scenes(tmp_path, capsys):
-    options: dict[str, Any] = {"logs": str(tmp_path), "name": "run", "batch_size": 16, "epochs": 1, "workers": 0}
-    options |= {"val_frequency": 0, "train_num_samples": None, "log_every_n_steps": 1}
-    given = {**options, "loss": "clip + lca", "set": [*FEW, "alignment.words=noun"]}
-    trainer = Trainer.from_config(given)
-    batch = trainer._to_device(next(iter(trainer.loader.epoch(0))))
-    tags = batch["text_tags"]
-    assert tags.shape == batch["text"].shape and {1, 3} <= set(tags.unique().tolist())
-    trainer.model.train()
-    mask = trainer.model(**batch)["coder_word_mask"]
-    assert torch.equal(mask, tags == 1)
-    with pytest.raises(CoderError, match='--tagger scenes: no head of --loss "clip"'):
-        Trainer.from_config({**options, "name": "other", "loss": "clip", "tagger": "scenes"})
-
-
-def test_a_recipes_model_kwargs_stand_under_the_given_ones(made):  # noqa: F811
-    data = {"train_data": made["precomp"], "recipe": "selfalign-vsrn"}
-    resolved = resolve_config({**data, "model_kwargs": ["embed_dim=16", "batch_norm=false"]})
-    wanted = ["word_projection=true", "bidirectional=false", "embed_dim=16", "batch_norm=false"]
-    assert resolved.model.kwargs == wanted and resolve_config(resolved.to_dict()).model.kwargs == wanted
-    assert resolve_config(data).model.kwargs[-1] == "batch_norm=true"
-    assert resolve_config({**data, "model": "ViT-B-32"}).model.kwargs == []
-
-
-def test_heads_have_a_rate_of_their_own(tmp_path, made):  # noqa: F811
-    trainer = Trainer.from_config(config(made, tmp_path, loss=f"dcl + {ALONE}", heads_lr_scale=50.0, set=FEW))
-    heads = {id(parameter) for parameter in trainer.model.coder.heads.parameters()}
-    groups = parameter_groups(trainer.model, lr=1e-4, weight_decay=0.1, heads_lr_scale=50.0)
-    assert {group["lr_scale"] for group in groups} == {1.0, 50.0}
-    for group in groups:
-        assert all((id(parameter) in heads) == (group["lr_scale"] == 50) for parameter in group["params"])
-    assert trainer.run() is not None
-
-
-def test_steps_of_an_epoch(made):  # noqa: F811
-    frozen = ["alignment.freeze_steps=epoch"]
-    options = {"train_data": "x", "model": "ViT-B-32", "loss": ALONE, "batch_size": 8, "accum_freq": 2, "set": frozen}
-    given = resolve_config(options)
-    fitted = prepare.fit_objective(prepare.make_objective(given), given, samples_per_epoch=100)
-    assert dict(dict(fitted.heads)["alignment"])["freeze_steps"] == 6
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -147,15 +101,3 @@ def test_steps_of_an_epoch(made):  # noqa: F811
 def test_mistakes_are_one_line(tmp_path, made, capsys, more, message):  # noqa: F811
     assert main([*arguments(made, tmp_path), *more]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_weighing_contexts_needs_them(tmp_path, made, capsys):  # noqa: F811
-    Trainer.from_config(config(made, tmp_path, loss="dcl", epochs=1)).run()
-    run = ["eval", str(tmp_path / "run"), "--export", "last"]
-    (tmp_path / "other").mkdir()
-    assert main([*run, "--context-weight", "1"]) == 2
-    assert main([*run, "--context-weight", "-1"]) == 2
-    assert main(["eval", str(tmp_path / "other"), *run[1:], "--context-weight", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "which an objective with cra has, and this model scores with: no head" in error
-    assert "--context-weight must be >= 0, got -1" in error and "--context-weight is for one model" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,6 @@ def test_a_registered_tracker_and_tensorboard_get_the_same(tmp_path, tiny_model)
     assert settings["batch_size"] == 4
     assert trainer.accelerator.get_tracker("noted") is noted
     assert isinstance(trainer.accelerator.get_tracker("tensorboard"), TensorBoardTracker)
-
-
-def test_a_tracker_that_fails_ends_neither_the_run_nor_the_others(tmp_path, tiny_model, monkeypatch, caplog):
-    broken = type("Broken", (Noted,), {"name": "broken", "log": lambda *_, **__: 1 / 0})
-    unwilling = type("Unwilling", (Noted,), {"name": "unwilling", "__init__": lambda *_, **__: 1 / 0})
-    for each in (broken, unwilling):
-        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, each.name, each)
-    caplog.set_level(logging.WARNING)
-    train(tmp_path, tiny_model, "unwilling,broken,noted", epochs=1)
-    assert [len(each.rows) for each in Noted.made] == [0, 4] and all(each.ended for each in Noted.made)
-    warned = [record.message for record in caplog.records if "could not be written" in record.message]
-    assert [message.partition(" could")[0] for message in warned] == ["the settings for unwilling", "a row for broken"]
 
 
 @pytest.mark.parametrize(

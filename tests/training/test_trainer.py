@@ -78,8 +78,7 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
         trainer.run()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("saved", "killed"), [(4, 5), (8, 11)])
+@pytest.mark.parametrize(("workers", "saved", "killed"), [(0, 4, 5), (2, 8, 11)])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers, saved, killed):
     options = {"workers": workers, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()
@@ -97,7 +96,7 @@ CODER = {
 }
 
 
-@pytest.mark.parametrize("accum_freq", [1, 2])
+@pytest.mark.parametrize("accum_freq", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path, accum_freq):
     options = {**CODER, "accum_freq": accum_freq, "ema_decay": 0.9, "epochs": 4}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()
@@ -170,6 +169,7 @@ def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
     assert "--beta must be in [0, 1], got 1.5" in error and "this model scores with: no head" in error
 
 
+@pytest.mark.slow
 def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
     pytest.importorskip("peft")
     bank = ["momentum.bank_size=16"]
@@ -179,12 +179,6 @@ def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
     trainer.run()
     after = dict(copied.named_parameters())
     assert before and all(not torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_accumulation_trains_with_fewer_steps(tmp_path):
-    trainer = Trainer.from_config(config(tmp_path, accum_freq=2))
-    trainer.run()
-    assert trainer.steps_per_epoch == 3 and trainer.step == 6
 
 
 def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(tmp_path):
@@ -385,12 +379,6 @@ def test_a_run_of_max_steps_ends_without_an_evaluation_and_so_does_its_repetitio
     assert saves[0] == 2 and len(saves) <= 2
 
 
-def test_what_a_paper_prints_for_either_data_set_is_printed():
-    settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
-    objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
-    assert not_as_printed(objective, required_heads(objective)) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
-
-
 def test_what_no_paper_prints_is_not_compared():
     """CODER names a threshold of its graph, a factor of its softmax and encoders of its queries; SelfAlign a margin."""
     settings = {"concepts.threshold": 0.5, "concepts.scale": 5.0, "concepts.norm": "none", "prototypes.scale": 2.0}
@@ -453,12 +441,6 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
     assert main(["train", "--logs", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("coder-plugin: error: ") and message in error
-
-
-def test_options_may_be_set_by_several_flags(tmp_path, capsys):
-    arguments = ["train", "--dry-run", "--json", "--logs", str(tmp_path), "--set", "dcl.mu=0.07", "--set", "dcl.gamma=0.2"]
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["objective"] == "dcl(mu=0.07,gamma=0.2)"
 
 
 def test_resume_with_another_optimizer_is_refused(tmp_path):

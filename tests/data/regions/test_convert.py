@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import io
-import json
 import logging
 import os
-import pickle
-import tarfile
-import weakref
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.data.captions import open_caps
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions import guess_format, open_regions
-from coder_plugin.data.regions.base import DERIVATIONS, Entry, Record, RegionFormat, Regions, names_of
+from coder_plugin.data.regions.base import Record, RegionFormat, Regions
 from coder_plugin.data.regions.convert import convert
 from coder_plugin.data.regions.join import RegionSource
-from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from tests.data.regions import layouts
@@ -158,30 +149,6 @@ def test_captions_of_the_file_itself_go_along(tmp_path, there, back):
     assert open_regions(destination, split="dev").captions == {each.name: each.captions for each in records(2)}
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-def test_the_fields_layouts_are_not_written(tmp_path, kind):
-    destination = place(tmp_path / "to", kind)
-    message = fault(quietly, written(tmp_path / "from"), destination, to_kind=kind)
-    assert f"layout {kind} is only read; write shards or precomp" in message and not os.path.exists(destination)
-
-
-def test_a_feature_of_the_whole_image_is_not_lost(tmp_path):
-    path = place(tmp_path, "shards")
-    one = replace(regions(0), global_feature=np.ones(2, np.float32), extras={})
-    FORMATS["shards"][1].write(path, [Record("a", one)], split="train")
-    message = fault(quietly, path, place(tmp_path, "precomp"), to_kind="precomp")
-    assert "'a' has a feature of the whole image, which precomp files cannot store" in message
-    assert not os.listdir(place(tmp_path, "precomp"))
-    quietly(path, place(tmp_path / "to", "shards"))
-    assert open_regions(place(tmp_path / "to", "shards"))["a"].global_feature.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_numbers_of_captions_that_cannot_be(tmp_path, number):
-    message = fault(quietly, written(tmp_path), place(tmp_path, "shards"), captions_per_image=number)
-    assert f"captions_per_image is {number}" in message
-
-
 def test_captions_joined_in_decide_which_images_and_set_their_names(tmp_path):
     keys = [f"val2014/COCO_val2014_{int(name):012d}.jpg" for name in reversed(NAMES)]
     report = quietly(written(tmp_path), place(tmp_path, "shards"), captions=captioned(*keys[:2]))
@@ -191,21 +158,6 @@ def test_captions_joined_in_decide_which_images_and_set_their_names(tmp_path):
     assert list(file) == [keys[1], keys[0]]  # in the order of the file of regions
     assert np.array_equal(file[keys[0]].features, regions(2).features)
     assert file.captions[keys[1]] == (f"of {keys[1]}", "two")
-
-
-def test_unused_ones_are_told_by_the_name_they_are_listed_by(tmp_path):
-    source = written(tmp_path)
-    mapping = {name: f"val2014/COCO_{name}.jpg" for name in NAMES}
-    (tmp_path / "x_precomp/id_mapping.json").write_text(str(mapping).replace("'", '"'))
-    report = quietly(source, place(tmp_path, "shards"), captions=captioned(*NAMES[:2]))
-    assert report.unused == [mapping[NAMES[2]]]
-
-
-def test_captions_from_shards_and_cut_to_a_number(tmp_path):
-    captions = open_shards(written(tmp_path / "c", "shards", captions=3) + "/train-*.tar")
-    report = quietly(written(tmp_path), place(tmp_path, "shards"), captions=captions, captions_per_image=2)
-    assert report.captions == 6
-    assert open_regions(place(tmp_path, "shards")).captions[NAMES[1]] == ("1 0", "1 1")
 
 
 def test_captioned_images_without_regions(tmp_path):
@@ -263,34 +215,12 @@ def test_a_joined_source_deals_the_same_batches_with_regions(tmp_path):
     assert [index for index, _ in source.items(1, 2)] == [1]
 
 
-def test_a_joined_source_goes_to_workers(tmp_path):
-    source = pickle.loads(pickle.dumps(joined(written(tmp_path), captioned(*NAMES))))
-    items = [item for _, item in pickle.loads(pickle.dumps(list(source.items())))]
-    assert np.array_equal(items[2].load().features, regions(2).features)
-
-
 @pytest.mark.parametrize(
     "key, names", [("x", NAMES[:1]), ("x.jpg", ("y", f"val/C_{NAMES[0]}.png")), (f"{NAMES[0]}.jpg", ())]
 )
 def test_names_that_are_looked_for(tmp_path, key, names):
     source = joined(written(tmp_path), captioned(key, names=names))
     assert np.array_equal(next(source.items())[1].load().features, regions(0).features)
-
-
-@given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=30, unique=True), st.integers(0, 9))
-def test_zero_padded_names_of_any_length_find_their_numbers(numbers, padding):
-    """Also where some are longer than the padding, so that their digits are their number."""
-    captions = captioned(*(f"{number:0{padding}}.jpg" for number in numbers))
-    source = RegionSource(captions, {str(number): number for number in numbers}, max_missing=0)
-    assert [item.load() for _, item in source.items()] == numbers
-
-
-@given(st.text(max_size=12) | st.from_regex(r"[a-z/]{0,5}_?[0-9]{0,4}(\.jpg)?", fullmatch=True))
-def test_a_derivation_has_one_place_for_all_names(name):
-    found = names_of(name)
-    assert len(found) == len(DERIVATIONS) and found[0] == name and "" not in found[1:]
-    if found[4] is not None:
-        assert found[3].lstrip("0") == found[4] or (set(found[3]), found[4]) == ({"0"}, "0")
 
 
 def test_kinds_of_names_do_not_mix(tmp_path):
@@ -328,22 +258,6 @@ def test_the_rule_is_told_unless_it_is_the_key_itself(tmp_path, caplog):
     assert f"c: regions are matched by the image's other name 2, unchanged: those of '{NAMES[0]}.x'" in second
 
 
-def test_of_two_rules_that_find_as_many_the_more_exact_is_used_and_a_warning_logged(tmp_path, caplog):
-    items = [Item(f"x_{n}.jpg", ("x",), None, (str(2 - n),)) for n in range(3)]
-    source = RegionSource(ItemSource(items, name="c"), {"0": 0, "1": 1, "2": 2})
-    assert [item.load() for _, item in source.items()] == [2, 1, 0]
-    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
-    message = record.getMessage()
-    assert "c: two rules find regions for 'x_0.jpg': '2' (other name 1, unchanged) and '0' (key" in message
-
-
-def test_two_names_of_one_image_are_no_other_rule(tmp_path, caplog):
-    path = written(tmp_path)
-    (tmp_path / "x_precomp/id_mapping.json").write_text(str({name: f"v/{name}.jpg" for name in NAMES}).replace("'", '"'))
-    joined(path, captioned(*(f"v/{name}.jpg" for name in NAMES)))
-    assert not caplog.records
-
-
 def test_one_rule_names_all_images(tmp_path):
     """The last image's own number is not in the file, and its number elsewhere is another image's there."""
     keys = [f"a_{name}.jpg" for name in NAMES[:2]] + ["a_99.jpg"]
@@ -374,63 +288,6 @@ def test_some_missing_are_warned_of_and_fail_to_load(tmp_path, caplog):
     with pytest.raises(ValueError, match="'7'"):
         [item for _, item in source.items()][3].load()
     assert "at most 3 may" in fault(joined, path, captioned(*NAMES, "7", "8", "9", "10"), max_missing=0.003)
-
-
-def test_captions_that_come_as_a_stream(tmp_path):
-    stream = open_shards(written(tmp_path / "c", "shards", captions=2) + "/train-*.tar")
-    source = RegionSource(stream, open_regions(written(tmp_path)))
-    assert {source.item(number).key for number in range(3)} == set(NAMES)
-    for _, item in source.items():
-        assert np.array_equal(item.load().features, regions(NAMES.index(item.key)).features)
-    assert "none of 3 images" in fault(RegionSource, stream, {"7": regions(0)})
-
-
-def stream_of(folder: Path, numbers: list[tuple[int, int]]) -> str:
-    """A shard of captions: ``__key__`` and ``image_id`` of each."""
-    path = folder / "s.tar"
-    with tarfile.open(path, "w") as tar:
-        for key, image_id in numbers:
-            data = json.dumps({"image_id": image_id, "captions": ["x"]}).encode()
-            member = tarfile.TarInfo(f"{key:09}.json")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return str(path)
-
-
-def test_one_rule_names_a_whole_stream(tmp_path, caplog):
-    """The last images are missing, and their samples' numbers are other images' in the file."""
-    stream = open_shards(stream_of(tmp_path, [(40 + n, 391890 + n) for n in range(4)]))
-    file = {"391890": 0, "391891": 1, "42": "another's", "43": "another's"}
-    source = RegionSource(stream, file, max_missing=0.002)
-    assert "2 of 4 images at its start have no regions, such as '391892', '391893'" in caplog.text
-    found = {item.key: item for _, item in source.items()}
-    assert (found["391890"].load(), found["391891"].load()) == (0, 1)
-    for key in ("391892", "391893"):
-        with pytest.raises(ValueError, match=f"'{key}' is not in the file"):
-            found[key].load()
-    assert "at most 1 may" in fault(RegionSource, stream, file, max_missing=0.001)
-
-
-def test_the_start_of_a_stream_decides(tmp_path, monkeypatch):
-    """However many of the later images another rule would find."""
-    monkeypatch.setattr("coder_plugin.data.regions.join.FIRST", 2)
-    stream = open_shards(stream_of(tmp_path, [(40 + n, 391890 + n) for n in range(9)]))
-    file = {"391890": 0, "391891": 1, **{str(40 + n): n for n in range(2, 9)}}
-    source = pickle.loads(pickle.dumps(RegionSource(stream, file, max_missing=0)))
-    loaded = [item for _, item in source.items()]
-    assert (loaded[0].load(), loaded[1].load()) == (0, 1)
-    for item in loaded[2:]:
-        with pytest.raises(ValueError, match="not in the file"):
-            item.load()
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_what_a_format_wrote_is_guessed(tmp_path, kind):
-    path = written(tmp_path, kind)
-    if kind in ("bua", "lxmert"):
-        assert guess_format(path) in ("bua", "lxmert")
-    else:
-        assert guess_format(path) == kind
 
 
 # what is trained on and what is only converted
@@ -485,34 +342,8 @@ def test_captions_are_joined_to_a_file_that_is_read_in_its_order(tmp_path, kind)
     }
 
 
-def test_samples_of_shards_that_cannot_be_found_by_name_are_missing(tmp_path):
-    path = tmp_path / "x.tar"
-    with tarfile.open(written(tmp_path, "shards") + "/train-000000.tar") as given_, tarfile.open(path, "w") as tar:
-        for member in given_:
-            if member.name != "r000001.npz":
-                tar.addfile(member, given_.extractfile(member))
-    message = fault(quietly, str(path), place(tmp_path / "to", "shards"))
-    assert f"image '{NAMES[1]}'" in message and "has no regions (field npz)" in message and "--missing-ok" in message
-    report = quietly(str(path), place(tmp_path / "to", "shards"), missing_ok=True)
-    assert report.images == 2 and [name for name, _ in report.damaged] == [NAMES[1]]
-
-
 def test_an_image_that_the_writer_lost_is_noticed(tmp_path, monkeypatch):
     layout = replace(FORMATS["shards"][1], write=lambda path, given_, *, split: len(list(given_)) - 1)
     monkeypatch.setattr(importlib.import_module("coder_plugin.data.regions.shards"), "SHARDS", layout)
     message = fault(quietly, written(tmp_path), place(tmp_path / "to", "shards"))
     assert "2 images were written of 3 read and 0 left out" in message
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_one_image_is_held_at_a_time(tmp_path, monkeypatch, kind):
-    alive: weakref.WeakSet[Regions] = weakref.WeakSet()
-
-    def load(number: int) -> Regions:
-        assert len(alive) <= 2, "the one that is being written, and for precomp the first, whose layout all must have"
-        alive.add(one := replace(regions(number), extras={}))
-        return one
-
-    layout = RegionFormat(matches=str.isdigit, read=lambda path: (Entry(str(n), partial(load, n)) for n in range(20)))
-    monkeypatch.setattr(importlib.import_module("coder_plugin.data.regions.tsv"), "BUA", layout)
-    assert quietly("x", place(tmp_path, kind), from_kind="bua").images == 20

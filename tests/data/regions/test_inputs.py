@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import sys
@@ -167,26 +166,6 @@ def test_a_line_of_wrong_numbers(tmp_path, changes, words):
     assert words in message and message.startswith("line 3: ")
 
 
-def test_a_line_of_other_fields_names_the_layout_that_has_them(tmp_path):
-    layouts.write_lxmert(tmp_path / "x.tsv", [Record("a", made(extras=labels(3)))])
-    assert "line 1 has 10 fields, not 6 (LXMERT's layout (lxmert))" in fault(BUA, tmp_path / "x.tsv")
-    layouts.write_tsv(tmp_path / "y.tsv", [Record("a", made())])
-    assert "line 1 has 6 fields, not 10 (bottom-up-attention's layout (tsv))" in fault(LXMERT, tmp_path / "y.tsv")
-    (tmp_path / "y.tsv").write_bytes(b"\xff\t" + (tmp_path / "y.tsv").read_bytes()[2:])
-    assert "line 1: the image's name is not UTF-8" in fault(BUA, tmp_path / "y.tsv")
-
-
-def test_names_are_quoted_as_csv_quotes_them(tmp_path):
-    odd = ['say "cheese".jpg', "ü", '"']
-    layouts.write_tsv(tmp_path / "x.tsv", [Record(name, made()) for name in odd])
-    assert names(BUA, tmp_path / "x.tsv") == odd
-
-
-@pytest.mark.parametrize(("name", "kind"), [("a.tsv", "tsv"), ("a.tsv.3", "tsv"), ("x_obj36.tsv", "lxmert"), ("a.tsv.x", "")])
-def test_tsv_layouts_by_name(name, kind):
-    assert (BUA.matches(name), LXMERT.matches(name)) == (kind == "tsv", kind == "lxmert")
-
-
 # HDF5
 
 
@@ -228,12 +207,6 @@ def test_boxes_of_hdf5_are_fractions_or_left_out(tmp_path, caplog):
     assert read(HDF5, path)["7"].boxes is None and "boxes are left out: without spatial_features" in caplog.text
 
 
-def test_big_endian_features_come_in_this_machines_order(tmp_path):
-    path, wanted = fixed(tmp_path)
-    path, _ = fixed(tmp_path, image_features=np.stack([each.features for each in wanted]).astype(">f4"))
-    assert_same(Regions(read(HDF5, path)["42"].features), Regions(wanted[0].features))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -261,32 +234,6 @@ def test_datasets_that_do_not_fit(tmp_path, changes, words):
 )
 def test_rows_of_images_that_do_not_fit(tmp_path, ends, words):
     assert words in fault(HDF5, flat(tmp_path, ends))
-
-
-def test_an_image_without_regions_is_an_error_of_its_own(tmp_path):
-    assert "at least one region" in damage(HDF5, flat(tmp_path, [[0, 3], [3, 3], [3, 7]]), "b")
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ([42, "ü"], ["42", "ü"]),
-        ({"b": 1, "a": 0}, ["a", "b"]),
-        ({"b": 1}, "names no image for row 0 (1 such rows of 2)"),
-        ({"a": 0, "b": 1, "c": 1}, "3 names for 2 images"),
-        ([1], "1 names for 2 images"),
-        (3, "no list of names"),
-    ],
-)
-def test_names_beside_the_file(tmp_path, content, found):
-    path, _ = fixed(tmp_path, image_ids=None)
-    (tmp_path / "train36_imgid2idx.pkl").write_bytes(pickle.dumps(Bomb()))
-    assert "train36_ids.json" in fault(HDF5, path) and "never opened" in fault(HDF5, path)
-    (tmp_path / "train36_ids.json").write_text(json.dumps(content), encoding="utf-8")
-    if isinstance(found, str):
-        assert found in fault(HDF5, path)
-    else:
-        assert names(HDF5, path) == found
 
 
 # LMDB
@@ -330,20 +277,6 @@ def test_uniters_values(tmp_path, monkeypatch, how):
     assert sorted(got.extras) == ["conf", "soft_labels"]
 
 
-def test_plain_dictionaries_and_scalars_in_msgpack(tmp_path, caplog):
-    wanted = made(3)
-    content = {
-        "features": {"dtype": "float32", "shape": [3, 5], "data": wanted.features.tobytes()},
-        "boxes": {"dtype": "<f4", "shape": [3, 4], "data": wanted.boxes.tobytes()},  # type: ignore[union-attr]
-        "image_w": 500,
-        "image_h": packed(np.float64(375), nd=False, shape=[]),  # type: ignore[arg-type]
-        "img_id": "COCO_1",
-        "objects": ["cat", "dog", "cat"],
-    }
-    assert_same(read(LMDB, saved(tmp_path, {"a": msgpack.packb(content)}))["a"], wanted)
-    assert "objects is left out" in caplog.text
-
-
 OBJECTS = np.array([Bomb(), Bomb()], object)
 TWO = np.ones((2, 2), np.float32)
 
@@ -375,26 +308,6 @@ def test_values_that_are_pickled_or_damaged(tmp_path, value, words):
     assert words in damage(LMDB, saved(tmp_path, {"a": npz(uniter()), "b": value}), "b")
 
 
-@pytest.mark.parametrize(
-    ("order", "words"),
-    [
-        (b"{", "not JSON"),
-        (b"[1]", "JSON list"),
-        (b'["a"]', "__keys__ lacks image 'b' (1 names differ)"),
-        (b'["a", "b", "c"]', "the file lacks image 'c'"),
-    ],
-)
-def test_lists_of_names_that_do_not_fit(tmp_path, order, words):
-    assert words in fault(LMDB, saved(tmp_path, {"a": npz(uniter()), "b": npz(uniter()), "__keys__": order}))
-
-
-def test_a_file_that_is_cut_off_is_refused_before_a_page_is_missed(tmp_path):
-    layouts.write_lmdb(tmp_path / "x", [Record(str(n), made(seed=n)) for n in range(200)])
-    data = tmp_path / "x/data.mdb"
-    os.truncate(data, data.stat().st_size // 2)
-    assert "truncated" in fault(LMDB, tmp_path / "x")
-
-
 @pytest.mark.parametrize(("form", "package"), [(LMDB, "lmdb"), (HDF5, "h5py")])
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch, form, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -416,20 +329,6 @@ def test_a_folder_of_several_tools_files(tmp_path, caplog):
     assert_same(got["val/42"], wanted)
     assert all(np.array_equal(got[name].features, wanted.features) for name in got)
     assert got["7"].boxes is None and "without image_w and image_h" in caplog.text
-
-
-def test_files_of_a_folder_that_cannot_be_images(tmp_path):
-    assert "no .npz or .npy file" in fault(FOLDER, tmp_path)
-    np.save(tmp_path / "a.npy", np.ones((2, 3)))
-    np.save(tmp_path / "b.npy", OBJECTS, allow_pickle=True)
-    assert "Object arrays cannot be loaded" in damage(FOLDER, tmp_path, "b")
-    (tmp_path / "b.npy").write_bytes(b"PK\3\4")
-    assert "not an .npy file" in damage(FOLDER, tmp_path, "b")
-    np.save(tmp_path / "a_info.npy", OBJECTS, allow_pickle=True)
-    assert "a_info.npy belongs to a.npy: save both as a.npz" in fault(FOLDER, tmp_path)
-    (tmp_path / "a_info.npy").unlink()
-    np.savez(tmp_path / "a.npz", x=np.ones((2, 3)))
-    assert "image 'a' has both" in fault(FOLDER, tmp_path)
 
 
 def test_folders_are_told_from_precomp(tmp_path):

@@ -168,6 +168,17 @@ def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path
         assert coder_plugin.from_pretrained(folder)  # opening does not read it
 
 
+def test_the_links_of_the_hubs_cache_open(shared: Path, tmp_path: Path) -> None:
+    blobs = shutil.copytree(shared / "lora", tmp_path / "models--a--b" / "blobs")
+    snapshot = blobs.parent / "snapshots" / "0123"
+    for path in blobs.rglob("*"):
+        if path.is_file():
+            link = snapshot / path.relative_to(blobs)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    assert coder_plugin.from_pretrained(snapshot)
+
+
 @pytest.mark.parametrize("name", ["coder_run.json", "open_clip_config.json", "concepts.json"])
 def test_damaged_descriptions_are_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(shared / "coder", tmp_path / "folder")

@@ -230,7 +230,7 @@ def _size(path: str | None) -> int | None:
 
 def region_files(source: Any) -> list[tuple[int, int] | None]:
     """Sizes and times of the files that hold a source's regions; empty where it reads none, or not from files."""
-    files = getattr(source, "files", None) or getattr(getattr(source, "regions", None), "files", ())
+    files: Any = getattr(source, "files", None) or getattr(getattr(source, "regions", None), "files", ())
     return [file_state(path) for path in files]
 
 

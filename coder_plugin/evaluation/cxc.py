@@ -78,8 +78,8 @@ def _read_csv(sits: Path, sis: Path, sts: Path) -> CxC:
         siblings[image].add(caption)
     for caption, image in image_of.items():
         t2t[caption].update(siblings[image])
-    i2i, t2t = ({key: others - {key} for key, others in truth.items()} for truth in (i2i, t2t))
-    return CxC(dict(zip(_WAYS, (i2t, t2i, i2i, t2t), strict=True)), Benchmark("CxC", image_of))
+    within = [{key: others - {key} for key, others in truth.items()} for truth in (i2i, t2t)]
+    return CxC(dict(zip(_WAYS, (i2t, t2i, *within), strict=True)), Benchmark("CxC", image_of))
 
 
 def _rows(file: Path) -> Iterator[tuple[int, int, float, str]]:

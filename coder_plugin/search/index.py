@@ -61,13 +61,14 @@ def read_note(folder: Path, *, verify: bool = False, derived: bool = True) -> di
         _check_note(note)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CoderError(f"{path} is damaged ({str(error)[:100]}): build the index again") from error
+    real = folder.resolve()
     for name, size in {
         **{name: each[0] for name, each in note["embeddings"].items()}, **(note["sizes"] if derived else {})
     }.items():
         file = folder / name
         if not file.is_file():
             raise CoderError(f"{file} is missing: build the index again")
-        if not file.resolve().is_relative_to(folder.resolve()):
+        if not file.resolve().is_relative_to(real):
             raise CoderError(f"{file} is a link to another folder: copy the file")
         if file.stat().st_size != size:
             raise CoderError(f"{file} has {file.stat().st_size:,} bytes, not {size:,} as {NOTE} says: build the index again")

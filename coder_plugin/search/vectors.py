@@ -9,12 +9,11 @@ Shape letters: N items, D dimensions, V vectors of an item, q queries, k results
 from __future__ import annotations
 
 import logging
-import os
 import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ _GPU_RESULTS = 2048
 #: Of a graph (HNSW) of which a smaller part may be found, the vectors are compared one by one.
 _FEW = 0.05
 _ROWS = 8192  # vectors that are compared at once
+_FILES = 64  # temporary files of an index of lists
 
 
 def import_faiss() -> Any:
@@ -112,7 +112,8 @@ def build(
     path: Path, factory: str, dimensions: int, count: int, batches: Callable[[], Iterable[np.ndarray]]
 ) -> None:
     """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``; for inverted lists (IVF) also the vectors that
-    it is trained on, 64 for each list, and 16 bytes a vector; for other kinds what the index itself takes.
+    it is trained on, 64 for each list, 16 bytes a vector, and 1/64 of the file, or a list; for other kinds what the index
+    itself takes.
 
     Args:
         path: the file.
@@ -143,8 +144,9 @@ def build(
 
 
 def _write_lists(index: Any, path: Path, count: int, batches: Iterable[np.ndarray]) -> bool:
-    """Write a trained index of inverted lists as FAISS does, which would hold all of it in memory: the vectors' codes go to a
-    temporary file first, in their order. False: it is not such an index, and nothing was written."""
+    """Write a trained index of inverted lists as FAISS does, which would hold all of it in memory: the vectors' codes go to
+    temporary files of neighbouring lists first, each of which is then read at once. False: it is not such an index, and
+    nothing was written."""
     faiss = import_faiss()
     inverted, parts = faiss.try_extract_index_ivf(index), list(_parts(index))
     head = faiss.serialize_index(index).tobytes()
@@ -154,18 +156,19 @@ def _write_lists(index: Any, path: Path, count: int, batches: Iterable[np.ndarra
     chains = [part.chain for part in parts if isinstance(part, faiss.IndexPreTransform)]
     transforms = [faiss.downcast_VectorTransform(chain.at(number)) for chain in chains for number in range(chain.size())]
     prefix, lists, first = inverted.coarse_code_size(), np.empty(count, np.int64), 0
-    with tempfile.TemporaryFile(dir=path.parent) as temporary:
+    span = -(-inverted.nlist // _FILES)  # lists of a temporary file
+    with ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(0, inverted.nlist, span)]
         for batch in batches:
             for transform in transforms:
                 batch = transform.apply(np.ascontiguousarray(batch))
             codes = inverted.sa_encode(np.ascontiguousarray(batch))
             numbers = np.zeros((len(codes), 8), np.uint8)
             numbers[:, :prefix] = codes[:, :prefix]
-            lists[first : first + len(codes)] = numbers.view("<i8")[:, 0]
+            lists[first : first + len(codes)] = found = numbers.view("<i8")[:, 0]
             first += len(codes)
-            temporary.write(codes[:, prefix:].tobytes())
-        temporary.flush()
-        order = np.argsort(lists, kind="stable")
+            for number in np.unique(found // span).tolist():
+                files[number].write(codes[found // span == number, prefix:].tobytes())
         sizes = np.bincount(lists, minlength=inverted.nlist)
         for part in (*parts, inverted):
             part.ntotal = count
@@ -173,10 +176,14 @@ def _write_lists(index: Any, path: Path, count: int, batches: Iterable[np.ndarra
         with open(path, "wb") as file:
             file.write(head + b"ilar" + struct.pack("<QQ4sQ", inverted.nlist, inverted.code_size, b"full", inverted.nlist))
             file.write(sizes.astype("<u8").tobytes())
-            for rows in np.split(order, np.cumsum(sizes)[:-1]):
-                for row in rows.tolist():
-                    file.write(os.pread(temporary.fileno(), inverted.code_size, row * inverted.code_size))
-                file.write(rows.astype("<i8").tobytes())
+            for number, temporary in enumerate(files):
+                temporary.seek(0)
+                codes = np.frombuffer(temporary.read(), np.uint8).reshape(-1, inverted.code_size)
+                rows = np.flatnonzero(lists // span == number)
+                order = np.argsort(lists[rows], kind="stable")
+                for some in np.split(order, np.cumsum(sizes[number * span : (number + 1) * span])[:-1]):
+                    file.write(codes[some].tobytes())
+                    file.write(rows[some].astype("<i8").tobytes())
     return True
 
 

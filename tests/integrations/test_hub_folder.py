@@ -119,3 +119,14 @@ def test_a_wrapper_of_a_model_is_not_shared(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="the DataParallel is no model of coder_plugin.create_model"):
         coder_plugin.save_pretrained(torch.nn.DataParallel(model), tmp_path / "model")
     assert not any(tmp_path.iterdir())
+
+
+def test_the_links_of_the_hubs_cache_open(shared: Path, tmp_path: Path) -> None:
+    blobs = shutil.copytree(shared / "lora", tmp_path / "models--a--b" / "blobs")
+    snapshot = blobs.parent / "snapshots" / "0123"
+    for path in blobs.rglob("*"):
+        if path.is_file():
+            link = snapshot / path.relative_to(blobs)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    assert coder_plugin.from_pretrained(snapshot)

@@ -479,11 +479,9 @@ RUNS_CODE = "runs a Python file"
 FETCHES = "which would be fetched"
 RECIPES = [
     Case(name="recipe-loss-in-a-python-file", **recipe(RUNS_CODE, loss="clip + 0.5*evil.py:Tok(x=1)")),
-    Case(name="recipe-loss-in-a-file-above", **recipe(RUNS_CODE, loss="../case/evil.py:Tok")),
     Case(name="recipe-loss-that-is-code", **recipe("column", loss="__import__('os').system('touch {canary}')")),
     Case(name="recipe-loss-of-a-module", **recipe("unexpected ':'", loss="os:system")),
     Case(name="recipe-name-outside", **recipe("is not a folder's name", name="../../x")),
-    Case(name="recipe-name-absolute", **recipe("is not a folder's name", name="/tmp/coder-hostile-x")),
     Case(name="recipe-model-of-the-hub", **recipe(FETCHES, model="hf-hub:somebody/evil")),
     Case(name="recipe-weights-by-url", **recipe(FETCHES, pretrained="https://127.0.0.1:9/x.pt")),
     Case(name="recipe-text-of-the-hub", **recipe(FETCHES, model="region-bert", model_kwargs=["text=somebody/evil"])),

@@ -43,6 +43,14 @@ def tiles(anchors: Tensor, candidates: Tensor, *, whole_rows: bool = False) -> I
             yield slice(top, min(top + height, a)), slice(left, min(left + width, q))
 
 
+def chunks(features: Tensor) -> Iterator[slice]:
+    """Parts of the rows [n, d], of at most a tile's elements: a half type is converted a part at a time."""
+    elements = TILE_ON_CPU if features.device.type == "cpu" else TILE
+    height = max(1, elements // max(1, features.shape[1]))
+    for top in range(0, len(features), height):
+        yield slice(top, min(top + height, len(features)))
+
+
 def multiplies_halves(device: torch.device) -> bool:
     """Whether half types are multiplied as they are, with sums in float32: on CUDA devices, at twice the rate of TF32.
 

@@ -28,7 +28,16 @@ from coder_plugin.contrast.autograd import (
     wants_graph,
 )
 from coder_plugin.contrast.negatives import Block, Dense
-from coder_plugin.contrast.products import add_product, finite, fp16_scale, full_precision, matmul, matmul_inputs, tiles
+from coder_plugin.contrast.products import (
+    add_product,
+    chunks,
+    finite,
+    fp16_scale,
+    full_precision,
+    matmul,
+    matmul_inputs,
+    tiles,
+)
 from coder_plugin.tensors import is_on_cpu
 
 #: Of a mirrored batch with at most this many similarities they are kept for the backward pass: 256 MB of float32.
@@ -94,7 +103,9 @@ class LogSumExp(torch.autograd.Function):
                 averages.div_(total.clamp(min=torch.finfo(dtype).tiny)[:, None]).mul_(each_scale[0, :, None])
             positive = None
             if mirrored and not ring:
-                positive = torch.linalg.vecdot(*(each.to(dtype) for each in (anchors, blocks[0].rows)))
+                sides, positive = (anchors, blocks[0].rows), torch.empty_like(sums)
+                for part in chunks(anchors):
+                    positive[part] = torch.linalg.vecdot(*(each[part].to(dtype) for each in sides))
         return torch.stack([sums, *columns]) if mirrored else sums, positive, averages, kept
 
     @staticmethod
@@ -192,8 +203,8 @@ def _gradients(
         of_scale = (similarities - ctx.offset * gradient.sum()).to(scale.dtype)
     if positive_gradient is not None:
         for each, other in ((of_anchors, blocks[0].rows), (of_rows[0], anchors)):
-            if each is not None:
-                each.addcmul_(other.to(dtype), positive_gradient[:, None])
+            for part in chunks(other) if each is not None else ():
+                each[part].addcmul_(other[part].to(dtype), positive_gradient[part, None])
     rows = [None if each is None else each.to(block.rows.dtype) for each, block in zip(of_rows, blocks, strict=True)]
     return [of_anchors.to(anchors.dtype) if needed[0] else None, of_scale, *rows]
 
@@ -227,7 +238,8 @@ def _slopes_of(
             else:
                 logits, slopes = slopes, (slopes * scale).sub_(shift).exp_().mul_(slope)
                 scale, shift, slope = columns[:, tile]
-                slopes.addcmul_((logits * scale).sub_(shift).exp_(), slope.expand_as(logits))
+                logits = logits.mul_(scale) if kept is None else logits * scale
+                slopes.addcmul_(logits.sub_(shift).exp_(), slope.expand_as(logits))
             add_product(of_anchors[part], slopes, candidates)
             if of_rows is not None:
                 add_product(of_rows[tile], slopes.T, live)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.contrast import products
 from coder_plugin.contrast.autograd import Visitor, result_dtype, visit
 from coder_plugin.contrast.negatives import Block, Direction, excluded
-from coder_plugin.contrast.products import full_precision, matmul, matmul_inputs, tiles
+from coder_plugin.contrast.products import chunks, full_precision, matmul, matmul_inputs, tiles
 from coder_plugin.tensors import is_on_cpu
 
 #: The Gram form takes out same-image pairs one by one, if an image has at most this many texts in a batch.
@@ -89,17 +88,17 @@ def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = 
         if not ring and len(images) >= 2 * images.shape[1]:
             repeats = _repeats(block.ids, images)
             if repeats is not None:
-                v, w = images.to(dtype), texts.to(dtype)
-                return torch.stack([_gram_variance(v, w, number, repeats), _gram_variance(w, v, number, repeats)])
-        v, w = images.to(dtype), texts.to(dtype)
-        means = torch.stack([v.mean(0), w.mean(0)])
+                sides = (images, texts), (texts, images)
+                return torch.stack([_gram_variance(*each, number, repeats, dtype) for each in sides])
+        means = torch.stack([images.mean(0, dtype=dtype), texts.mean(0, dtype=dtype)])
         means = distributed.all_mean(means) if ring else means
-        pivots = torch.stack([v @ means[1], w @ means[0]])  # near the mean of each row and column, so that nothing cancels
-        first, second = torch.zeros(2, 2, len(v), dtype=v.dtype, device=v.device)
+        pivots, first, second = torch.zeros(3, 2, len(images), dtype=dtype, device=images.device)
+        for part in chunks(images):  # near the mean of each row and column, so that nothing cancels
+            pivots[0, part], pivots[1, part] = images[part].to(dtype) @ means[1], texts[part].to(dtype) @ means[0]
 
         def run(visitor: Visitor) -> list[Tensor]:
             rows, ids, pivot = visitor["rows"], visitor["ids"], visitor["pivot"]
-            of_rows = torch.zeros(2, len(rows), dtype=v.dtype, device=v.device)
+            of_rows = torch.zeros(2, len(rows), dtype=dtype, device=rows.device)
             for part, tile in tiles(images, rows, whole_rows=True):
                 live, candidates = matmul_inputs(images[part], rows[tile], dtype=dtype)
                 similarity = matmul(live, candidates.T)
@@ -141,22 +140,25 @@ def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:
     return total[:-1] / total[-1].clamp(min=1)
 
 
-def _gram_variance(anchors: Tensor, candidates: Tensor, number: Tensor, repeats: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _gram_variance(
+    anchors: Tensor, candidates: Tensor, number: Tensor, repeats: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
     """Variance from the second moment of the centred candidates [d, d]; same-image pairs are taken out one by one."""
-    mean = candidates.mean(0)
-    moment, chunk = anchors.new_zeros(mean.numel(), mean.numel()), max(1, products.TILE_ON_CPU // mean.numel())
-    for part in candidates.split(chunk):
-        centred = part - mean
+    mean = candidates.mean(0, dtype=dtype)
+    moment = torch.zeros_like(mean).expand(len(mean), -1).clone()
+    for part in chunks(candidates):
+        centred = candidates[part].to(dtype) - mean
         moment.addmm_(centred.T, centred)
     order, start, size = repeats
-    first, second = anchors.new_zeros(len(anchors)), torch.empty_like(anchors[:, 0])
-    for part, rows in zip(second.split(chunk), anchors.split(chunk), strict=True):
-        part.copy_(torch.linalg.vecdot(rows @ moment, rows))
-    for rank in range(int(size.max())):
-        one = candidates[order[(start + rank).clamp(max=len(order) - 1)]].sub_(mean)
-        similarity = torch.where(rank < size, torch.linalg.vecdot(anchors, one), 0)
-        first -= similarity
-        second -= similarity.square()
+    first, second = anchors.new_zeros(2, len(anchors), dtype=dtype)
+    for part in chunks(anchors):
+        rows = anchors[part].to(dtype)
+        second[part] = torch.linalg.vecdot(rows @ moment, rows)
+        for rank in range(int(size[part].max())):
+            one = candidates[order[(start[part] + rank).clamp(max=len(order) - 1)]].to(dtype).sub_(mean)
+            similarity = torch.where(rank < size[part], torch.linalg.vecdot(rows, one), 0)
+            first[part] -= similarity
+            second[part] -= similarity.square()
     return (second / number - (first / number).square()).clamp_(min=0)
 
 

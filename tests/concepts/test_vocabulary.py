@@ -100,6 +100,7 @@ def test_a_word_changed_by_hand(saved):
     assert "one was changed" in fault(saved)
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_spacy_nor_pillow():
     code = "import coder_plugin.concepts, sys; print(*{'spacy', 'PIL', 'open_clip'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -83,6 +83,7 @@ def test_models_and_odd_names(tmp_path, models: int) -> None:
         assert figure.legends[0].get_texts()[0].get_text().strip().removesuffix(" (by embeddings)") == r"_runs/$\frac$ a"
 
 
+@pytest.mark.slow
 def test_no_pyplot(tmp_path) -> None:
     """Nor matplotlib before it is needed; and files of the same names are replaced."""
     code = (

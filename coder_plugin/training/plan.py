@@ -93,7 +93,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
 
 
 def frozen_parts(model: nn.Module, unread: Collection[str]) -> dict[str, int]:
-    """The parts of the towers that flags, a recipe or the model freezes, with the number of their frozen parameters.
+    """The parts of a model that flags, a recipe or the model itself freezes, with the number of their frozen parameters.
 
     Args:
         unread: parameters that are frozen for another reason, and are left out.
@@ -116,7 +116,7 @@ def frozen_parts(model: nn.Module, unread: Collection[str]) -> dict[str, int]:
             elif frozen:
                 yield from parts(part, f"{prefix}{name}.")
 
-    return {name: size for name, size in parts(model, "") if not name.startswith("coder.")}
+    return dict(parts(model, ""))
 
 
 def not_as_printed(objective: Objective, heads: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -96,8 +96,8 @@ class Comparison:
         costs = {row.name: self._probe(row) for row in self.plan.rows if row.command is None}
         seconds = {row.name: costs.get(row.name, {"seconds": 0.0})["seconds"] for row in self.plan.rows}
         measuring = max((each["evaluation"] for each in costs.values()), default=0.0)
-        timing = {"jobs": self.jobs, "budget": self.budget, "spent": self._elapsed(), "measuring": measuring}
-        self.schedule = fit(self.plan, seconds, **timing)
+        spent = self._elapsed()
+        self.schedule = fit(self.plan, seconds, jobs=self.jobs, budget=self.budget, spent=spent, measuring=measuring)
         runs = sum(map(len, self._grid().values())) + len(self.plan.rows) * (self.schedule.seeds - 1)
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
         disk *= self.jobs + len(self.plan.rows) * self.schedule.seeds
@@ -366,7 +366,8 @@ def with_held_aside(plan: Plan) -> Plan:
         if config.data.val is None and not config.data.hold_aside:
             reading = replace(config.data, val=None)
             if (key := repr(reading)) not in drawn:
-                images = make_source(reading, split="train").num_images
+                source = make_source(reading, split="train")
+                images = None if source is None else source.num_images
                 if images is None:
                     raise CoderError(
                         f"{config.data.train} is read as a stream: hold images aside as data of their own, and name them with "

@@ -108,7 +108,8 @@ class Runs:
         Raises:
             KeyboardInterrupt: after Ctrl-C, or if a run was stopped by a signal; the running ones have saved a checkpoint.
         """
-        waiting, running = [], {}
+        waiting: list[Point] = []
+        running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
         for point in points:
             if self.result(point) is None:
                 waiting.append(point)

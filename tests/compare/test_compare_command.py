@@ -141,7 +141,7 @@ def test_another_plan_in_the_folder_uses_the_runs_that_fit(world: World, command
     command("--lr 1e-4 1e-3 --seeds 3")
     assert len(world.trained) == 2 and all("seed2" in name for name in world.trained)
     world.trained = []
-    command("--lr 1e-3 1e-2 --seeds 1")
+    command("--lr 1e-3 --seeds 1")
     assert [name for name in world.trained if "lr0.001-" in name], "its weights were removed, and it is chosen now"
     world.trained = []
     command("--lr 1e-4 1e-3 --seeds 3 --epochs 7")

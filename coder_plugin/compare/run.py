@@ -174,10 +174,11 @@ class Comparison:
                 for point in self._tried(row):
                     if point != best:
                         self.runs.drop_export(point)
-                self.runs.renew(best)
-        for seed in range(self.schedule.seeds):
+                if self.runs.forget_lost(best):
+                    self._train([best])
+        for seed in range(1, self.schedule.seeds):
             points = [point for point in self._chosen_seeds() if point.seed == seed]
-            if seed and not self._fits(points):
+            if not self._fits(points):
                 self.schedule.seeds = seed
                 self._say_left_out()
                 break

@@ -90,11 +90,13 @@ class Runs:
         """Remove the weights of a run that was not chosen."""
         shutil.rmtree(self.path(point) / "export", ignore_errors=True)
 
-    def renew(self, point: Point) -> None:
-        """Forget a run whose weights another comparison has removed, and which was not measured: it is made again."""
+    def forget_lost(self, point: Point) -> bool:
+        """Remove a run whose weights another comparison has removed, and which was not measured. Returns whether it did."""
         folder = self.path(point)
-        if point.row.command is None and not (folder / "export").is_dir() and not (folder / "val.json").is_file():
+        lost = point.row.command is None and not (folder / "export").is_dir() and not (folder / "val.json").is_file()
+        if lost:
             shutil.rmtree(folder)
+        return lost
 
     def run(self, points: Sequence[Point], on_end: Callable[[Point, float], None]) -> None:
         """Make all runs that are not finished, ``jobs`` at a time.

@@ -70,7 +70,8 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
 
     budget = None if arguments.budget is None else parse_duration(arguments.budget)
     # --loss and --lr are rows and rates; a --config, such as a run's, may say what a comparison sets
-    of_file = {name: options[name] for name in ("loss", "lr") if name in options and not isinstance(options[name], list)}
+    single = (name for name in ("loss", "lr") if name in options and not isinstance(options[name], list))
+    of_file: dict[str, Any] = {name: options[name] for name in single}
     options = {**{name: value for name, value in options.items() if name not in _OWN}, **of_file}
     check_output(arguments.output)
     check_options(options)

@@ -88,7 +88,7 @@ def _differences(result: Mapping[str, Any]) -> list[Block]:
         if shown:
             text = "Points of R@sum: a dot for each seed, less the other's mean, and the 95 % interval of the mean difference."
             made.append(Figure(f"Above {against}", intervals(shown, line=0.0, x_label="points of R@sum"), text))
-    return figures(made, wide=True) or [note("There is no other row to compare with.")]
+    return figures(made) or [note("There is no other row to compare with.")]
 
 
 def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:

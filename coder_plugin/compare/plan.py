@@ -92,7 +92,7 @@ class Point:
     @property
     def folder(self) -> str:
         """Name of the run's folder: other options of the same row give another one."""
-        rate = f"-lr{self.lr:g}" if self.lr is not None else ""
+        rate = f"-lr{self.options['lr']:g}" if "lr" in self.options else ""
         digest = sha256_json([self.row.command, {key: each for key, each in self.options.items() if key != "workers"}])
         return f"{slug(self.row.name)}{rate}-seed{self.seed}-{digest[:8]}"
 

@@ -96,8 +96,8 @@ class Comparison:
         costs = {row.name: self._probe(row) for row in self.plan.rows if row.command is None}
         seconds = {row.name: costs.get(row.name, {"seconds": 0.0})["seconds"] for row in self.plan.rows}
         measuring = max((each["evaluation"] for each in costs.values()), default=0.0)
-        timing = {"jobs": self.jobs, "budget": self.budget, "spent": self._elapsed(), "measuring": measuring}
-        self.schedule = fit(self.plan, seconds, **timing)
+        spent = self._elapsed()
+        self.schedule = fit(self.plan, seconds, jobs=self.jobs, budget=self.budget, spent=spent, measuring=measuring)
         runs = sum(map(len, self._grid().values())) + len(self.plan.rows) * (self.schedule.seeds - 1)
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
         disk *= self.jobs + len(self.plan.rows) * self.schedule.seeds
@@ -174,10 +174,11 @@ class Comparison:
                 for point in self._tried(row):
                     if point != best:
                         self.runs.drop_export(point)
-                self.runs.renew(best)
-        for seed in range(self.schedule.seeds):
+                if self.runs.forget_lost(best):
+                    self._train([best])
+        for seed in range(1, self.schedule.seeds):
             points = [point for point in self._chosen_seeds() if point.seed == seed]
-            if seed and not self._fits(points):
+            if not self._fits(points):
                 self.schedule.seeds = seed
                 self._say_left_out()
                 break
@@ -366,7 +367,8 @@ def with_held_aside(plan: Plan) -> Plan:
         if config.data.val is None and not config.data.hold_aside:
             reading = replace(config.data, val=None)
             if (key := repr(reading)) not in drawn:
-                images = make_source(reading, split="train").num_images
+                source = make_source(reading, split="train")
+                images = None if source is None else source.num_images
                 if images is None:
                     raise CoderError(
                         f"{config.data.train} is read as a stream: hold images aside as data of their own, and name them with "

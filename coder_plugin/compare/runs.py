@@ -43,6 +43,7 @@ class Runs:
         self.folder, self.jobs = folder / "runs", jobs
         #: Why a point has no result.
         self.failed: dict[Point, str] = {}
+        self._running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
 
     def path(self, point: Point) -> Path:
         """The folder of a point's run."""
@@ -67,13 +68,15 @@ class Runs:
         return shlex.split(re.sub(r"\{(\w+)\}", lambda place: shlex.join(values.get(place[1], [])), point.row.command or ""))
 
     def result(self, point: Point) -> dict[str, Any] | None:
-        """What a run has left, or None if it is not finished.
+        """What a run has left, or None if it is not finished, or its process has not ended.
 
         Returns:
             ``held_aside``: R@sum on the images that choose, after each epoch; ``seconds``: after each epoch, of training;
             ``memory_mb``; ``zeroshot``: accuracy before, and after the best epoch, where it was measured; ``val``: of a command
             of one's own.
         """
+        if point in self._running:
+            return None
         folder = self.path(point)
         if (folder / RESULT).is_file():
             return read_json(folder / RESULT)  # type: ignore[no-any-return]
@@ -90,11 +93,13 @@ class Runs:
         """Remove the weights of a run that was not chosen."""
         shutil.rmtree(self.path(point) / "export", ignore_errors=True)
 
-    def renew(self, point: Point) -> None:
-        """Forget a run whose weights another comparison has removed, and which was not measured: it is made again."""
+    def forget_lost(self, point: Point) -> bool:
+        """Remove a run whose weights another comparison has removed, and which was not measured. Returns whether it did."""
         folder = self.path(point)
-        if point.row.command is None and not (folder / "export").is_dir() and not (folder / "val.json").is_file():
+        lost = point.row.command is None and not (folder / "export").is_dir() and not (folder / "val.json").is_file()
+        if lost:
             shutil.rmtree(folder)
+        return lost
 
     def run(self, points: Sequence[Point], on_end: Callable[[Point, float], None]) -> None:
         """Make all runs that are not finished, ``jobs`` at a time.
@@ -108,7 +113,8 @@ class Runs:
         Raises:
             KeyboardInterrupt: after Ctrl-C, or if a run was stopped by a signal; the running ones have saved a checkpoint.
         """
-        waiting, running = [], {}
+        waiting: list[Point] = []
+        running = self._running
         for point in points:
             if self.result(point) is None:
                 waiting.append(point)
@@ -133,6 +139,7 @@ class Runs:
             for process, _ in running.values():  # a terminal has sent them the signal, too
                 process.terminate()  # to train a further signal is as good as one; Ctrl-C twice would end it without saving
                 process.wait()
+            running.clear()
             raise
 
     def _start(self, point: Point) -> subprocess.Popen[bytes]:

@@ -134,13 +134,13 @@ def intervals(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
         line: where a dashed line is drawn.
         x_label: what the axis measures.
     """
-    with _axes(x_label, size=(7, 0.7 + 0.3 * len(rows))) as (axes, result):
+    with _axes(x_label, size=(_SIZE[0], 0.7 + 0.3 * len(rows))) as (axes, result):
         for place, (_, dots, ends) in enumerate(rows):
             if ends is not None:
                 axes.plot(ends, [place, place], color=colour(0), lw=2)
             axes.plot(dots, [place] * len(dots), "o", color=colour(1), ms=4)
         axes.axvline(line, color=_QUIET, lw=1, ls="--")
-        axes.set_yticks(range(len(rows)), [name if len(name) <= 26 else f"{name[:25]}…" for name, _, _ in rows])
+        axes.set_yticks(range(len(rows)), [_label(name) for name, _, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         box = axes.get_position()
         axes.set_position((0.3, box.y0, 0.67, box.height))

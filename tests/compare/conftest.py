@@ -14,11 +14,12 @@ import pytest
 
 from coder_plugin.cli import build_parser
 from coder_plugin.cli.flags import read_flags
-from coder_plugin.compare import measure, run, runs
+from coder_plugin.compare import measure, page, run, runs
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import checkpoint
 
 IMAGES, CAPTIONS = 80, 2
+write_comparison = page.write_comparison
 
 
 class World:
@@ -123,6 +124,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     for module in (run, runs):
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module, "start", made.start)
+    monkeypatch.setattr(page, "write_comparison", lambda *_: "not written")
     monkeypatch.setattr(measure, "of_run", made.of_run)
     monkeypatch.setattr(measure, "before", lambda *_: made.ranks(-1.0, 99))
     return made

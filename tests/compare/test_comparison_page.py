@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from coder_plugin.compare import measure
+from coder_plugin.compare import page as pages
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.pretrained.encode import Encoded
-from tests.compare.conftest import CAPTIONS, IMAGES, World
+from tests.compare.conftest import CAPTIONS, IMAGES, World, write_comparison
 from tests.report.browser import look
 from tests.report.conftest import browser  # noqa: F401
 
@@ -48,6 +49,7 @@ def page(world: World, command: Compare, tmp_path: Path, monkeypatch: pytest.Mon
 
     items = list(map(item, range(IMAGES)))
     source = ItemSource(items)
+    monkeypatch.setattr(pages, "write_comparison", write_comparison)
     monkeypatch.setattr(measure, "of_run", lambda folder, *_: measure.ranks_of(Run(folder, items), source, None))
     monkeypatch.setattr(measure, "open_run", lambda folder, *_: (Run(folder, items), source, None))
     monkeypatch.setattr(measure, "before", lambda *_: measure.ranks_of(Run(Path("before"), items), source, None))

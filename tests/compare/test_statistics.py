@@ -25,15 +25,20 @@ def test_figures_are_those_of_recall() -> None:
     assert twice == pytest.approx(half), "a weight is how often an image counts"
 
 
-@pytest.mark.parametrize(("images", "seeds", "spread"), [(100, 3, 0.0), (100, 3, 0.1), (300, 5, 0.05)])
-def test_intervals_contain_a_planted_margin_and_claim_nothing_of_equal_rows(images: int, seeds: int, spread: float) -> None:
-    truth, covered, claimed, repetitions = margin(0.2, spread), 0, 0, 100
+@pytest.mark.parametrize(
+    ("images", "seeds", "spread", "repetitions"),
+    [(100, 3, 0.0, 100), (300, 5, 0.05, 100), pytest.param(100, 3, 0.1, 400, marks=pytest.mark.slow)],
+)
+def test_intervals_contain_a_planted_margin_and_claim_nothing_of_equal_rows(
+    images: int, seeds: int, spread: float, repetitions: int
+) -> None:
+    truth, covered, claimed = margin(0.2, spread), 0, 0
     for number in range(repetitions):
         setting = {"images": images, "seeds": seeds, "spread": spread}
         better = differences(*rows(number, gain=0.2, **setting), resamples=200)["rsum"]
         covered += better.low <= truth <= better.high
         claimed += differences(*rows(number, gain=0.0, **setting), resamples=200)["rsum"].is_clear
-    assert truth > 10 and covered >= 90 and claimed <= 7
+    assert truth > 10 and covered >= 0.9 * repetitions and claimed <= 0.07 * repetitions
 
 
 def test_more_images_and_seeds_narrow_an_interval() -> None:

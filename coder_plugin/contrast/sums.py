@@ -203,8 +203,9 @@ def _gradients(
         of_scale = (similarities - ctx.offset * gradient.sum()).to(scale.dtype)
     if positive_gradient is not None:
         for each, other in ((of_anchors, blocks[0].rows), (of_rows[0], anchors)):
-            for part in chunks(other) if each is not None else ():
-                each[part].addcmul_(other[part].to(dtype), positive_gradient[part, None])
+            if each is not None:
+                for part in chunks(other):
+                    each[part].addcmul_(other[part].to(dtype), positive_gradient[part, None])
     rows = [None if each is None else each.to(block.rows.dtype) for each, block in zip(of_rows, blocks, strict=True)]
     return [of_anchors.to(anchors.dtype) if needed[0] else None, of_scale, *rows]
 

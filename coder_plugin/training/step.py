@@ -176,7 +176,7 @@ def forward_backward(
         restore()  # of two passes the first does not count
     leaves = _join(outputs)
     sums = distributed.SumWithGradient()
-    evaluate = loss.forward if measure else loss  # a compiled graph's backward pass runs once only
+    evaluate: Any = loss.forward if measure else loss  # a compiled graph's backward pass runs once only
     losses = evaluate(sums=sums, **leaves)
     figures = _Figures(losses, model, leaving=leaving())
     share = gradient_shares(losses, leaves) if measure else {}
@@ -299,7 +299,8 @@ def term_gradient_norms(losses: Mapping[str, Tensor], leaves: Mapping[str, Tenso
 
 def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Tensor]) -> str:
     """Which term, or failing that which parameters, a non-finite gradient comes from."""
-    norms = term_gradient_norms(loss.forward(**leaves), leaves)
+    evaluate: Any = loss.forward
+    norms = term_gradient_norms(evaluate(**leaves), leaves)
     bad = [name for name, norm in norms.items() if not norm < torch.inf]
     if bad:
         return f"gradient of {', '.join(bad)}"

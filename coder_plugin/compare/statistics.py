@@ -89,7 +89,7 @@ class Difference:
 
         Example:
             >>> Difference(0.0, -4.0, 4.0, 3, images_variance=4.0).images_needed(100)
-            180
+            170
         """
         rest = (points / 1.96) ** 2 - self.seeds_variance
         if rest <= 0:

@@ -88,3 +88,21 @@ def test_a_run_ends_with_a_comparison_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the run goes on")
+
+
+def test_a_running_process_is_not_read(tmp_path: Path) -> None:
+    [plan] = make_plans([{"loss": "clip"}, {"loss": "dcl"}], {"command": "python x.py {output}"}, seeds=1)
+    point, runs, seen = plan.rows[0].points()[0], Runs(tmp_path), []
+    word = "import sys, time; file = open(sys.argv[1], 'w'); file.write('{'); file.flush(); time.sleep(0.5); file.write('}')"
+    runs.command = lambda _: [sys.executable, "-c", word, str(runs.path(point) / "output.json")]  # type: ignore[method-assign]
+    sleep = time.sleep
+
+    def look(seconds: float) -> None:
+        seen.append(runs.result(point))
+        sleep(0.1)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("coder_plugin.compare.runs.time.sleep", look)
+        with pytest.raises(CoderError, match="must hold held_aside"):
+            runs.run([point], lambda *_: None)
+    assert seen and not any(seen)

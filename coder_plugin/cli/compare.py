@@ -36,6 +36,9 @@ class Command:
     lr: list[float] = option([], "learning rates; each row takes its best [the recipe's or train's]", metavar="X")
     seeds: int | None = option(None, "runs of each row at its chosen settings [3]", at_least=1)
     peer: list[str] = option([], "rows of which the best is compared with [the first row]", metavar="ROW")
+    trust_plan: bool = option(
+        False, "let PLAN.toml run commands and Python files, and fetch models and data: read it first"
+    )
     select_data: str | None = option(
         None, "data to choose rates, options and epochs on [images of --train-data, drawn at random: --hold-aside]",
         metavar="DATA"
@@ -109,7 +112,7 @@ def make_plans(arguments: Command, options: Mapping[str, Any]) -> list[Plan]:
     if arguments.plan is not None:
         if arguments.loss:
             raise CoderError(f"--loss and {arguments.plan} both name rows: give one")
-        given.update(plan.read_plan(arguments.plan, flags))
+        given.update(plan.read_plan(arguments.plan, flags, trusted=arguments.trust_plan))
     else:
         own = [] if arguments.loss else [{"loss": flags.pop("loss")}] if "loss" in flags else []
         if not arguments.loss and not own and "recipe" in options:

@@ -35,7 +35,8 @@ from typing import Any
 
 from coder_plugin.config import get_option
 from coder_plugin.errors import CoderError
-from coder_plugin.files import sha256_json
+from coder_plugin.files import open_regular, sha256_json
+from coder_plugin.locations import check_model_addresses, local_only
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -166,19 +167,21 @@ def make_plans(
     return plans
 
 
-def read_plan(path: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def read_plan(path: str, flags: Mapping[str, Any], *, trusted: bool = False) -> dict[str, Any]:
     """The arguments of :func:`make_plans` from a TOML file.
 
     Args:
         path: of the file.
         flags: options of training that win over its ``[train]``.
+        trusted: it may name commands, Python files, and models and data to fetch.
 
     Raises:
-        CoderError: it cannot be read, or has an unknown entry.
+        CoderError: it cannot be read, has an unknown entry, or needs to be trusted.
     """
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with open_regular(path, encoding="utf-8") as file:
+            content = tomllib.loads(file.read())
+    except (OSError, ValueError, RecursionError) as error:
         raise CoderError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     kinds: dict[str, Any] = {
         "rows": list, "train": dict, "settings": dict, "peer": (str, list), "seeds": int, "select_data": str
@@ -191,6 +194,12 @@ def read_plan(path: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     rows = content.get("rows", [])
     if not all(isinstance(each, dict) for each in (*rows, *content.get("settings", {}).values())):
         raise CoderError(f"{path}: write each row as a table [[rows]], and each setting as [settings.NAME]")
+    settings = content.get("settings", {})
+    if wrong := next((name for name in settings if not re.fullmatch(r"\w[\w.-]*", name)), None):
+        raise CoderError(f"{path}: the setting {wrong!r} names a folder: use letters, digits, '.', '_' and '-'")
+    if not trusted:
+        for table in ({"val_data": content.get("select_data")}, content.get("train", {}), *settings.values(), *rows):
+            _check_harmless(table, path)
     peer = content.get("peer", [])
     result = {"rows": rows, "common": {**content.get("train", {}), **flags}, "source": path}
     return {
@@ -199,6 +208,26 @@ def read_plan(path: str, flags: Mapping[str, Any]) -> dict[str, Any]:
         "settings": content.get("settings"),
         **{name: content[name] for name in ("seeds", "select_data") if name in content},
     }
+
+
+def _check_harmless(table: Mapping[str, Any], path: str) -> None:
+    """Raise a ``CoderError`` for options that would run a command or a Python file, or fetch a model or data."""
+    trust = "if you trust it, give --trust-plan"
+    if "command" in table:
+        raise CoderError(f"{path} runs the command {str(table['command'])[:200]!r}: {trust}")
+    for name, value in table.items():
+        is_list = get_option(name).is_list
+        for each in _leaves(value):
+            if local_only({name: each}) != {name: each}:
+                raise CoderError(f"{path}: {name} is {each[:200]!r}, which runs a command or a Python file, or fetches: {trust}")
+            try:
+                check_model_addresses({name: [each] if is_list else each}, path, {})
+            except CoderError as error:
+                raise CoderError(f"{str(error).partition(': if you trust')[0]}: {trust}") from error
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list) else [value]
 
 
 def _make_row(given: Mapping[str, Any], common: Mapping[str, Any], select_data: str | None, source: str) -> Row:

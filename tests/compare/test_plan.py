@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ set = [["dcl.mu=0.1", "dcl.gamma=0.3"], ["dcl.mu=0.05", "dcl.gamma=0.5"]]
 """
 
 
-def plans_of(tmp_path: Path, text: str, **flags: Any) -> list[Plan]:
+def plans_of(tmp_path: Path, text: str, *, trust_plan: bool = True, **flags: Any) -> list[Plan]:
     (tmp_path / "plan.toml").write_text(text)
-    return make_plans(Command(plan=str(tmp_path / "plan.toml")), flags)
+    return make_plans(Command(plan=str(tmp_path / "plan.toml"), trust_plan=trust_plan), flags)
 
 
 def test_a_row_chooses_among_all_combinations_of_its_values(tmp_path: Path) -> None:
@@ -91,6 +92,35 @@ def test_a_recipe_is_compared_with_clip() -> None:
 def test_what_a_plan_may_not_hold(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(CoderError, match=message.replace("{", r"\{").replace("[", r"\[")):
         plans_of(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("command = 'touch x {output}'", "runs the command 'touch x {output}'"),
+        ("train_data = 'pipe:touch x'", "train_data is 'pipe:touch x', which runs a command"),
+        ("val_data = ['pipe:touch x']", "val_data is 'pipe:touch x', which runs a command"),
+        ("model = 'hf-hub:a/b'", "names the model 'hf-hub:a/b', which would be fetched"),
+        ("model_kwargs = ['text=a/b']", "names the model 'a/b', which would be fetched"),
+    ],
+)
+@pytest.mark.parametrize("table", ["[train]", "[[rows]]\nloss = 'dcl'", "[settings.a]"])
+def test_a_plan_that_runs_or_fetches_must_be_trusted(tmp_path: Path, table: str, entry: str, message: str) -> None:
+    text = PLAN.replace("[train]", f"[train]\n{entry}") if table == "[train]" else f"{PLAN}\n{table}\n{entry}\n"
+    with pytest.raises(CoderError, match=re.escape(message) + ".*if you trust it, give --trust-plan"):
+        plans_of(tmp_path, text, trust_plan=False)
+
+
+def test_a_plans_python_files_and_folders_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(CoderError, match="loss is 'evil.py:Loss', which runs a command or a Python file.*--trust-plan"):
+        plans_of(tmp_path, PLAN.replace("siglip\"\n", 'evil.py:Loss"\n'), trust_plan=False)
+    with pytest.raises(CoderError, match="val_data is 'pipe:x'.*--trust-plan"):
+        plans_of(tmp_path, f"select_data = 'pipe:x'\n{PLAN}", trust_plan=False)
+    with pytest.raises(CoderError, match="the setting '../a' names a folder"):
+        plans_of(tmp_path, f"{PLAN}\n[settings.'../a']\nepochs = 1\n")
+    with pytest.raises(CoderError, match="plan.toml: "):
+        plans_of(tmp_path, f"a = {'[' * 9000}")
+    assert len(plans_of(tmp_path, PLAN, trust_plan=False)[0].rows) == 3
 
 
 def test_images_that_choose_are_named_once(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_command_of_ones_own_makes_a_row(tmp_path: Path, capsys: pytest.Captur
     rows = "".join(f'[[rows]]\nloss = "{loss}"\n' for loss in ("clip", "dcl", "siglip"))
     command = f"python '{tmp_path}/train.py' {{loss}} {{lr}} {{seed}} {{output}}"
     plan.write_text(f'[train]\nlr = [0.001, 0.01]\ncommand = "{command}"\n{rows}')
-    arguments = ["compare", str(plan), "--output", str(tmp_path / "out"), "--jobs", "3"]
+    arguments = ["compare", str(plan), "--trust-plan", "--output", str(tmp_path / "out"), "--jobs", "3"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())

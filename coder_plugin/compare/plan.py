@@ -218,7 +218,8 @@ def _check_harmless(table: Mapping[str, Any], path: str) -> None:
         is_list = get_option(name).is_list
         for each in _leaves(value):
             if local_only({name: each}) != {name: each}:
-                raise CoderError(f"{path}: {name} is {each[:200]!r}, which runs a command or a Python file, or fetches: {trust}")
+                what = "which runs a command or a Python file, or fetches"
+                raise CoderError(f"{path}: {name} is {each[:200]!r}, {what}: {trust}")
             try:
                 check_model_addresses({name: [each] if is_list else each}, path, {})
             except CoderError as error:

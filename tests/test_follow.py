@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import coder_plugin
 from coder_plugin import CoderError, follow
+from coder_plugin.memory.rows import reset_moments
 
 RECIPE = "dcl + m_dcl"
 PAIRS = 4
@@ -153,6 +155,18 @@ class SimpleModule(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
+
+
+def test_moments_of_new_rows_are_forgotten_by_the_optimizer_that_has_them(model: Any) -> None:
+    weight = nn.Parameter(torch.ones(2, 1))
+    optimizers = [sgd(trained(model)), torch.optim.Adam([weight])]
+    weight.grad = torch.ones(2, 1)
+    follow(model, optimizers)
+    optimizers[1].step()
+    momentum = model.coder.heads["momentum"]
+    momentum.replaced_rows = [(weight, torch.tensor([False, True]))]
+    optimizers[0].step()
+    assert optimizers[1].state[weight]["exp_avg"].flatten().tolist() == [pytest.approx(0.1), 0.0]
 
 
 def test_removed_it_follows_no_more_and_another_may(model: Any, loss: Any) -> None:
@@ -330,3 +344,62 @@ def test_a_step_of_lookahead_ends_when_its_slow_weights_are_written(model: Any, 
         optimizer.step()
         assert following.steps == seed + 1 and torch.equal(seen[-1], model.visual.proj)
     assert filled(model) == 6 * PAIRS
+
+
+def test_new_rows_of_a_parameter_have_no_slow_weights() -> None:
+    weight = nn.Parameter(torch.ones(2, 1))
+    optimizer = timm.optim.create_optimizer_v2([weight], opt="lookahead_sgd", lr=0.1)
+    weight.grad = torch.ones(2, 1)
+    for _ in range(6):
+        optimizer.step()
+    state = optimizer._base_optimizer.state[weight]
+    kept = state["lookahead_slow_buff"][0].clone()
+    with torch.no_grad():
+        weight[1] = 7.0
+    reset_moments(optimizer._base_optimizer, weight, torch.tensor([False, True]))
+    assert state["lookahead_slow_buff"][1] == 7 and torch.equal(state["lookahead_slow_buff"][0], kept)
+
+
+def test_an_optimizer_whose_steps_nobody_can_notice_is_refused(model: Any) -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": parameters}]
+
+    with pytest.raises(CoderError, match="Bare does not call torch.optim.Optimizer.__init__, so nothing can notice its steps"):
+        follow(model, Bare(trained(model)))
+
+
+def test_steps_of_another_optimizer_are_reported(model: Any, loss: Any, caplog: pytest.LogCaptureFixture) -> None:
+    follow(model, sgd(trained(model)))
+    other = sgd(trained(model))
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            backward(model, loss, seed)
+            other.step()
+    assert len(warned := warnings_of(caplog)) == 1 and "give it the one whose step() is called" in warned[0]
+
+
+@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign", "ascl", "clip + distill(teacher=base)"])
+def test_a_model_that_is_followed_and_its_loss_pickle(tiny_model: str, expression: str) -> None:
+    model = coder_plugin.create_model(tiny_model, loss=expression).train()
+    loss = coder_plugin.create_loss(expression, model=model)
+    optimizer = sgd(trained(model))
+    follow(model, optimizer)
+    backward(model, loss)
+    optimizer.step()
+    again, loss_again = pickle.loads(pickle.dumps((model, loss)))
+    assert again.coder.followed_by is None is not model.coder.followed_by
+    values = []
+    for each, criterion in ((model, loss), (again, loss_again)):
+        torch.manual_seed(1)
+        values.append(sum(criterion(**each(**batch(1))).values()))
+    assert torch.equal(*values)
+    follow(again, sgd(trained(again)))
+
+
+@pytest.mark.parametrize("name", ["region-bigru", "region-bigru-vsrn"])
+def test_region_models_pickle(name: str) -> None:
+    options = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "dog"], "region_dim": 4, "embed_dim": 4, "word_dim": 4}
+    model = coder_plugin.create_model(name, loss="dcl + m_dcl", **options)
+    again = pickle.loads(pickle.dumps(model))
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())

@@ -580,6 +580,22 @@ def test_state_is_named_saved_and_read_back(make: Make) -> None:
     assert not any(key.startswith("coder.") for key in make("vit", "clip + dcl + reads_tokens").state_dict())
 
 
+def test_losses_are_weighted_named_and_summed(make: Make) -> None:
+    image, text = batch()
+    model = make("vit", "clip + reads_bank").train()
+    outputs = model(image, text)
+    upstream = open_clip.ClipLoss()(outputs["image_features"], outputs["text_features"], outputs["logit_scale"])
+    loss = create_loss("clip + 0.5*clip + 2*reads_bank", model=model)
+    losses = loss(**outputs)
+    assert list(losses) == ["clip_loss", "clip_2_loss", "reads_bank_pull_loss", "reads_bank_push_loss"]
+    torch.testing.assert_close(losses["clip_loss"], upstream)
+    torch.testing.assert_close(losses["clip_2_loss"], 0.5 * upstream)
+    torch.testing.assert_close(losses["reads_bank_push_loss"], 2 * outputs["coder_bank_texts"].sum())
+    torch.testing.assert_close(loss(**outputs, output_dict=False), sum(losses.values()))
+    assert not list(loss.parameters()) and not loss.state_dict()
+    assert not any(isinstance(module, Head) for module in loss.modules()), "the model owns its heads"
+
+
 # Losses
 
 

@@ -18,7 +18,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.objective import Objective, TermSpec, check_names
 from coder_plugin.options import check_options
 
 
@@ -503,3 +503,8 @@ def test_set_mistakes(path: str, value: Any, message: str) -> None:
     with pytest.raises(CoderError) as caught:
         Objective.parse("clip + dcl").with_options({path: value})
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_sum_of_very_many_terms() -> None:
+    text = " + ".join(["clip"] * 100)
+    assert len(check_names(text).items) == len(Objective.parse(text).terms) == 100

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 
 from coder_plugin import recipes, registry
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.prepare import make_objective
+from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
@@ -156,6 +160,15 @@ def test_clip_objectives():
     assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
 
 
+@pytest.mark.parametrize("name", ["vse-infinity", "vse-infinity-bigru", "coder/table2-1"])
+def test_vse_infinity_is_the_released_triplet(name):
+    """The peer of table 2: margin 0.2, sums, all negatives for one epoch and then the hardest."""
+    (term,) = objective_of(name).terms
+    built = term.build()
+    assert (term.weight, term.name, built.mean_epochs) == (1.0, "triplet", 1)
+    assert built.options == {"margin": 0.2, "hardest": True, "reduction": "sum"}
+
+
 @pytest.mark.parametrize(
     ("name", "loss"),
     [
@@ -171,6 +184,35 @@ def test_the_terms_of_peers_and_of_other_encoders(name, loss):
     assert objective_of(name).terms == Objective.parse(loss).terms
     given, prototypes = options(name), {"clusters": 10_000}
     assert "concepts" not in given or (given["concepts"], given["prototypes"]) == ({"tower_gradient": 1.0}, prototypes)
+
+
+def test_coder_is_equation_8():
+    objective = Objective.parse("coder")
+    assert [(term.weight, term.name) for term in objective.terms] == [
+        (3.0, "dcl"), (1.0, "m_dcl"), (1.0, "concept_dcl"), (1.0, "pgc")
+    ]  # fmt: skip
+    assert set(required_heads(objective)) == ALL_HEADS
+    assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decoder"), [("coder-f30k", "linear"), ("coder-f30k-printed", "mlp"), ("coder-coco-printed", "mlp")]
+)
+def test_every_gpo_of_the_printed_recipes_has_the_perceptron(recipe, decoder, tmp_path):
+    """The region model's two, the concept head's, and those of the momentum copy."""
+    small = {"model_kwargs": [f"text={tiny_bert.make(tmp_path / 'bert')}", "embed_dim=8", "region_dim=4"]}
+    config = resolve_config({"recipe": recipe, "train_data": "x.tar", "set": ["momentum.bank_size=8"], **small})
+    objective = make_objective(config).with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    model = make_model(config.model, objective, torch.device("cpu"))
+    gpos = {name: module for name, module in model.named_modules() if isinstance(module, GPO)}
+    assert list(gpos) == ["visual.pool", "text.pool", "coder.heads.concepts.text_pool"]
+    copies = model.coder.heads["momentum"].towers.model.named_modules()
+    gpos |= {f"copy.{name}": module for name, module in copies if isinstance(module, GPO)}
+    assert len(gpos) == 5
+    layers = {"linear": [nn.Linear], "mlp": [nn.Linear, nn.ReLU, nn.Linear]}[decoder]
+    for name, gpo in gpos.items():
+        score = gpo.score if isinstance(gpo.score, nn.Sequential) else [gpo.score]
+        assert [type(layer) for layer in score] == layers, name
 
 
 def test_the_printed_twins_follow_the_letter():

@@ -19,6 +19,28 @@ import torch
 
 from tests import fresh
 
+SAME = """
+import json, logging, torch
+logging.disable(logging.WARNING)
+from coder_plugin import create_loss, create_model
+said = {}
+for objective in ("clip", "dcl", "triplet + 0.5*clip", "dcl(mask_same_image=false)"):
+    torch.manual_seed(0)
+    model = create_model("coder-tiny", loss=objective, force_image_size=32).train()
+    outputs = model(torch.randn(4, 3, 32, 32), torch.randint(1, 999, (4, 40)), image_id=torch.tensor([1, 2, 1, 3]))
+    losses = create_loss(objective, model=model)(**outputs)
+    sum(losses.values()).backward()
+    said[objective] = {
+        "heads": list(model.coder.heads),
+        "keys": sorted(outputs),
+        "state": list(model.state_dict()),
+        "losses": {name: value.item().hex() for name, value in losses.items()},
+        "gradient": sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None).item().hex(),
+    }
+print(json.dumps(said))
+"""
+
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10: what pytest brings along there
@@ -76,6 +98,12 @@ def test_it_is_listed_with_its_origin_and_changes_none_of_ours(run: Run) -> None
         "heads their_bank their-losses 1.2.3 their_losses:Bank",
     }
     assert without < with_it
+
+
+def test_our_recipes_mean_what_they_meant(run: Run) -> None:
+    with_it, without = (json.loads(run("-c", SAME, theirs=theirs).stdout) for theirs in (True, False))
+    assert with_it == without
+    assert with_it["dcl"]["heads"] == ["ids"] and with_it["clip"]["heads"] == []
 
 
 STEPS = """

@@ -61,6 +61,16 @@ def test_equals_the_slow_reference(batch, seed, decoder, temperature) -> None:
     torch.testing.assert_close(pool(features, mask), torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("positions", [36, 77])
+def test_printed_sizes_equal_the_slow_reference(positions: int) -> None:
+    torch.manual_seed(0)
+    pool = GPO()
+    features, mask = inputs([positions, 15, 1], positions, 2)
+    parameters = {name: value.tolist() for name, value in pool.state_dict().items()}
+    want = torch.tensor(reference.pool(features.tolist(), mask.tolist(), parameters, d_pe=32))
+    torch.testing.assert_close(pool(features.float(), mask), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("lengths", [[3, 1, 6], [2, 2]])
 def test_padding_reaches_neither_result_nor_gradient(garbage: float, lengths: list[int]) -> None:

@@ -240,6 +240,13 @@ def test_projected_words_are_what_the_gru_reads(bert):
         made("region-bert", bert, word_projection=True)
 
 
+def test_an_export_keeps_the_word_projection(tmp_path, bert):
+    model = made("region-bigru", bert, word_projection=True)
+    weights = export_model(model, tmp_path)
+    opened = create_model(str(tmp_path), loss="dcl", pretrained=str(weights))
+    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), embeddings(model), strict=True))
+
+
 # padding and batches
 
 
@@ -461,6 +468,17 @@ def test_a_frozen_bert_is_in_evaluation_mode_and_gets_no_gradient(tmp_path):
         assert model.text.proj.weight.grad is not None
 
 
+def test_a_trained_bert_is_in_training_mode_from_the_start(tmp_path):
+    model = create_model("region-bert", loss="dcl", **options("region-bert", dropout_bert(tmp_path)))
+    assert model.text.transformer.training
+    text = model.tokenizer()(TEXTS)
+    assert not torch.equal(model.encode_text(text), model.encode_text(text))
+    model.eval()
+    assert torch.equal(model.encode_text(text), model.encode_text(text))
+    model.train().lock_text_tower()
+    assert not model.text.transformer.training and torch.equal(model.encode_text(text), model.encode_text(text))
+
+
 @pytest.mark.parametrize(("layers", "norms"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
 def test_locking_leaves_the_last_layers_and_what_is_new(models, bert, layers, norms):
     model = made("region-bert", bert)
@@ -473,6 +491,18 @@ def test_locking_leaves_the_last_layers_and_what_is_new(models, bert, layers, no
     locked = [p for p in model.text.transformer.parameters() if not p.requires_grad]
     assert locked and all(p.grad is None for p in locked)
     assert all(p.grad is not None for p in model.text.parameters() if p.requires_grad)
+
+
+def test_locking_a_bigru_or_the_image(bert):
+    model = made("region-bigru", bert)
+    model.lock_text_tower()
+    assert not any(p.requires_grad for p in model.text.parameters()) and model.visual.fc.weight.requires_grad
+    with pytest.raises(CoderError, match="has no layers to unlock"):
+        model.lock_text_tower(unlocked_layers=1)
+    model.lock_image_tower()
+    assert not any(p.requires_grad for p in model.visual.parameters())
+    with pytest.raises(CoderError, match="no layer groups to unlock"):
+        model.lock_image_tower(unlocked_groups=1)
 
 
 def test_checkpointing_changes_no_gradient(bert):
@@ -508,6 +538,16 @@ def test_momentum_copies_follow(models, bert, name):
     assert moved and all(torch.allclose(p, before[key] + 0.005, atol=1e-5) for key, p in moved)
     with torch.no_grad():
         assert torch.isfinite(towers(images(), model.tokenizer()(TEXTS))[0]).all()
+
+
+def test_momentum_towers_in_training_mode_have_berts_dropout(tmp_path):
+    """A copy has no gradient either, but was not frozen."""
+    objective = "dcl + m_dcl"
+    for name, mode, same in (("train", "train", False), ("eval", "eval", True)):
+        given = options("region-bert", dropout_bert(tmp_path / name))
+        model = create_model("region-bert", loss=recipe_of(objective).with_options({"momentum.mode": mode}), **given)
+        found = [model(**batch(model))["coder_text_keys"] for _ in range(2)]
+        assert torch.equal(*found) == same
 
 
 @pytest.mark.parametrize("name", NAMES)

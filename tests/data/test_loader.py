@@ -16,13 +16,18 @@ import torch
 from PIL import Image
 
 from coder_plugin.data import open_source
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
+from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.noise.positives import Positives
+
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
+
 
 NUMBER, BATCH = 43, 5
 BAD = (1, 8, 9, 20, 21, 30, 41)
@@ -382,6 +387,36 @@ def test_evaluation_shows_every_image_once_and_in_order(tmp_path, kind, world, w
         assert captions == tuple(f"{number} {k}" for k in range(3)) and index == number
 
 
+def test_evaluation_counts_bad_images(tmp_path):
+    source = make("table", tmp_path, bad=(6, 40))
+    bad = BadSamples("val", 0.001)
+    list(evaluation_batches(source, batch_size=4, transform=transform, bad=bad))
+    assert str(bad) == "2 of 43 samples skipped (picture 2)" and "2 of 43" in fault(bad.finish)
+    fault(list, evaluation_batches(source, batch_size=4, transform=transform, bad=BadSamples("val", 0)))
+
+
+@pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
+def test_flickr8k_resumes_exactly():
+    source = open_source(str(FLICKR / "train-00000{0..1}.tar"))
+    assert isinstance(source, ShardSource)
+
+    def made() -> TrainLoader:
+        return TrainLoader(
+            source,
+            batch_size=100,
+            transform=lambda picture: torch.from_numpy(np.array(picture.resize((8, 8)))).permute(2, 0, 1),
+            tokenizer=lambda texts: torch.tensor([[len(text)] for text in texts]),
+            workers=2,
+        )
+
+    whole, batches, position = made(), [], None
+    for batch in whole.epoch(0):
+        batches.append(batch)
+        position = whole.position() if len(batches) == 13 else position
+    assert len(batches) == 20 and len({int(n) for b in batches for n in b["image_id"]}) == 2000
+    assert equal(list(made().epoch(0, position)), batches[13:])
+
+
 # real data
 
 
@@ -445,6 +480,15 @@ def test_all_tensors_of_an_image_stay_with_its_text(bad, workers):
         assert batch["image_id"].tolist() == [ids[n] for n in shown]
         seen += shown
     assert len(set(seen)) == len(seen) and not set(bad) & set(seen)
+
+
+def test_masks_are_an_images_own_whatever_is_left_out():
+    """What dropout keeps of an image is drawn from the image alone: neighbours, leftovers and workers change nothing."""
+    masks = []
+    for bad, options in (((), {}), ((3, 4, 11, 30), {"workers": 2}), ((), {"batch_size": 7})):
+        for batch in flat(regions_loader(regions_source(bad), **options).epoch(0)):
+            masks += zip(batch["text"][:, 0].tolist(), batch["mask"].sum(1).tolist(), strict=True)
+    assert len(set(masks)) == len({number for number, _ in masks}) and len({count for _, count in masks}) > 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

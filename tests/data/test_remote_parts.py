@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import itertools
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,34 @@ def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path
     shards = [{name: value for name, value in contents(out).items() if re.search("[0-9].tar", name)}
               for out in (local.folder, remote.folder)]  # fmt: skip
     assert len(shards[0]) == 3 and shards[0] == shards[1]
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(20, 16), (3, 5)])
+def test_the_parts_of_an_extraction_request_each_byte_once(tmp_path, shards, parts):
+    write_shards(tmp_path, shards=shards, size=2, side=40)
+    sent: Counter[str] = Counter()
+
+    class Counting(http.server.SimpleHTTPRequestHandler):
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            content = source.read()
+            sent[self.path] += len(content)
+            outputfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Counting, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        names = f"http://127.0.0.1:{server.server_address[1]}/s{{0..{shards - 1}}}.tar"
+        jobs = [
+            RegionsJob(source=open_source(names), folder=tmp_path / "out", detector=Means, batch_size=3, workers=0)
+            for _ in range(parts)
+        ]
+        finished = [job.run(index=index, count=parts) for index, job in enumerate(jobs)]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert finished[-1].images == 2 * shards
+    sizes = {f"/s{n}.tar": (tmp_path / f"s{n}.tar").stat().st_size for n in range(shards)}
+    assert {name: sent[name] for name in sizes} == sizes  # 1.0 times

@@ -87,6 +87,11 @@ def test_fields_keys_and_captions(tmp_path):
     assert [item.names for _, item in data.items()] == [(key, None, None) for key in "abcd"]
 
 
+def test_shards_of_one_name_in_two_folders_do_not_share_ids(tmp_path):
+    shards = [write_tar(tmp_path / folder / "0.tar", [sample(1)]) for folder in "ab"]
+    assert len({item.image_id for _, item in open_shards("::".join(shards)).items()}) == 2
+
+
 def caption_shard(path: Path, *contents: dict[str, object]) -> str:
     return write_tar(path, [sample(n, json=json.dumps(each).encode()) for n, each in enumerate(contents)])
 

@@ -100,6 +100,12 @@ def test_ties_and_special_values(row: list[float], rank: int) -> None:
     assert recall(torch.tensor([row, *rest]).T, [0, 1, 2])["t2i_ranks"][0] == rank
 
 
+def test_a_nan_caption_leaves_the_others_of_its_image() -> None:
+    got = recall(torch.tensor([[NAN, 0.5, 0.2], [0.0, 0.0, 1.0]]), [0, 0, 1])
+    assert got["i2t_ranks"].tolist() == [0, 0]
+    assert got["t2i_ranks"].tolist() == [1, 0, 0]
+
+
 # -- the loop reference -----------------------------------------------------------------------------------------------
 
 SCORES = st.one_of(st.sampled_from([-INF, -1.0, 0.0, -0.0, 1.0, INF, NAN]), st.floats(-2, 2, width=16))
@@ -165,11 +171,23 @@ def test_half_embeddings_are_multiplied_in_float32() -> None:
     assert got["t2i_r1"] == also["t2i_r1"] == 100
 
 
+def test_float64_scores_keep_their_last_bits() -> None:
+    assert recall(torch.tensor([[1.0 + 1e-12, 1.0], [0.0, 1.0]], dtype=torch.float64), [0, 1])["i2t_r1"] == 100
+
+
 def test_duplicate_embeddings_tie_in_every_tile() -> None:
     image = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     for chunk in (1, 2, 3):
         got = recall_from_embeddings(image, image, [0, 1, 2], chunk=chunk)
         assert got["i2t_ranks"].tolist() == got["t2i_ranks"].tolist() == [1, 1, 0]
+
+
+def test_a_nan_embedding_hurts_everybody() -> None:
+    image = torch.eye(12)
+    image[3] = NAN
+    got = recall_from_embeddings(image, torch.eye(12), torch.arange(12))
+    assert got["i2t_ranks"].tolist() == [0] * 3 + [11] + [0] * 8
+    assert got["t2i_ranks"].tolist() == [1] * 3 + [11] + [1] * 8
 
 
 # -- folds and the table ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 import coder_plugin
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.teacher import open_teacher
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model
+from coder_plugin.training import prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.optim import parameter_groups
 from tests.backbones import tiny_clip
@@ -154,6 +158,26 @@ def test_a_checkpoint_brings_the_teacher_back(model: Any, tiny_model: str, then:
     plain = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
     with pytest.raises(RuntimeError, match="Missing key.*teacher"):
         other.load_state_dict(plain)
+
+
+def test_with_adapters_the_base_has_none(tiny_model: str) -> None:
+    torch.manual_seed(0)
+    config = TrainConfig().with_options(model=tiny_model, lora_rank=2)
+    model = prepare.make_training_model(config, Objective.parse(BASE), torch.device("cpu")).train()
+    assert any("lora_" in name for name, _ in model.named_parameters())
+    copied = teacher(model).copy.model
+    assert not any("lora_" in name or "base_layer" in name for name, _ in copied.named_parameters())
+    before = taught(model)
+    torch.testing.assert_close(before[0], model(**batch())["image_features"], rtol=1e-5, atol=1e-6)
+    nudge(model)
+    assert all(torch.equal(now, then) for now, then in zip(taught(model), before, strict=True))
+    assert not torch.allclose(model(**batch())["image_features"], before[0], atol=1e-3)
+    kept = {name for name in saved(model) if "resblocks" in name}
+    assert not any(".mlp." in name or ".ln_" in name for name in kept)  # attentions, which peft writes anew
+    state = copy.deepcopy(model.state_dict())
+    again = prepare.make_training_model(config, Objective.parse(BASE), torch.device("cpu")).train()
+    again.load_state_dict(state)
+    torch.testing.assert_close(taught(again)[0], before[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture

@@ -45,6 +45,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(released: Any, tmp_path: Path) -
         assert all(torch.equal(found["optimizer"]["state"][number][key], value) for key, value in moments.items())
 
 
+@pytest.mark.parametrize("processes", [(1, 2), (2, 1)])
+def test_resuming_on_other_numbers_of_processes(processes: tuple[int, int], released: Any, tmp_path: Path) -> None:
+    def run(number: int, name: str, *further: str, **flags: object) -> runs.Ran:
+        data = [*released.data["webdataset"], *CODER, *further]
+        line = runs.command(tmp_path, name, released.models["timm-hf"], data, batch_size=16 // number, **flags)
+        return runs.train(line) if number == 1 else released.pair.train(line)
+
+    before = run(processes[0], "run", epochs=2)
+    loaded = run(processes[1], "run", "--resume", "latest", epochs=2)
+    state = before.saved(2)["state_dict"]
+    assert loaded.state.keys() == state.keys()
+    assert all(torch.equal(loaded.state[name], value) for name, value in state.items())
+    further = run(processes[1], "run", "--resume", "latest", epochs=4)
+    after = further.saved(4)["state_dict"]
+    assert (int(state[COUNT]), int(after[COUNT])) == (64, 128)
+    assert torch.equal(after["coder.heads.momentum.bank.image"][:64], state["coder.heads.momentum.bank.image"][:64])
+    assert all(not torch.equal(after[name], state[name]) for name in further.trained)
+
+
 def test_other_heads_and_plain_checkpoints_are_not_resumed(released: Any, tmp_path: Path) -> None:
     def line(name: str, *further: str) -> list[str]:
         return runs.command(tmp_path, name, released.models["vit"], released.data["csv"], *further, epochs=2)

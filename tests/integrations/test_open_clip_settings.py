@@ -87,6 +87,16 @@ def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: An
     assert ran.saved(2)["state_dict"]["logit_scale"].ndim == 0
 
 
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+def test_momentum_towers_of_bfloat16_weights_are_float32(precision: str, released: Any, tmp_path: Path) -> None:
+    options = {"precision": precision, "epochs": 1}
+    line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "m_dcl", **options)
+    state = runs.train(line).saved(1)["state_dict"]
+    average = state["coder.heads.momentum.towers.model.visual.conv1.weight"]
+    assert average.dtype == torch.float32 != state["visual.conv1.weight"].dtype
+    assert not torch.equal(average, average.bfloat16().float())  # it has moved by less than bfloat16 can tell
+
+
 @pytest.mark.parametrize(
     "further, message",
     [

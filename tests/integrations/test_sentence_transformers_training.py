@@ -260,6 +260,43 @@ def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_pa
     assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
 
 
+def test_the_loss_of_another_model_is_refused(make: Any) -> None:
+    """As with ``model_init``, which makes the trainer's model anew."""
+    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
+    with pytest.raises(CoderError, match="loss=lambda model: CoderLoss"):
+        objective.model = runs.wrap(make("dcl"))
+        objective([])
+
+
+@pytest.mark.parametrize(
+    "first, second, filled",
+    [("m_dcl", "dcl", 8), ("m_dcl + dcl", "m_dcl", 16), ("m_dcl", "m_dcl + concept_dcl", 16), ("clip", "m_dcl", 8)],
+)
+def test_two_losses_of_one_model_share_its_heads(make: Any, first: str, second: str, filled: int) -> None:
+    """As sentence-transformers trains a loss for each data set, in turn."""
+    model = runs.wrap(make(first))
+    inner = model[0].model
+    losses = [CoderLoss(model, first), CoderLoss(model, second)]
+    optimizer = sgd(inner)
+    texts = model[0].preprocess(["a red circle", "a dog", "a cat", "a square"])
+    for step in range(4):
+        pictures = {"pixel_values": torch.rand(4, 3, 64, 64), "image_id": torch.arange(4) + 4 * step}
+        sum(losses[step % 2]([pictures, texts]).values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert inner.coder.followed_by.steps == 4
+    assert inner.coder.heads["momentum"].bank.count == filled
+
+
+def test_two_losses_with_other_options_of_a_head_are_refused(make: Any) -> None:
+    model = runs.wrap(make("m_dcl"))
+    earlier = CoderLoss(model, "m_dcl")
+    CoderLoss(model, Objective.parse("m_dcl + concept_dcl").with_options({"momentum.bank_size": 12}))
+    assert len(model[0].model.coder.heads["momentum"].bank.ids) == 12
+    with pytest.raises(CoderError, match="has built the head 'momentum' again with other options"):
+        earlier([model[0].preprocess(runs.pictures(2)), model[0].preprocess(["a", "b"])])
+
+
 def test_checkpointing_and_half_precision_reach_the_model(make: Any, pairs: Any, tmp_path: Path) -> None:
     """huggingface/sentence-transformers #3393."""
     model = runs.wrap(make("clip"))

@@ -283,6 +283,18 @@ def test_siglip_by_hand_and_its_derivatives() -> None:
     assert torch.autograd.gradcheck(SigLip(), leaves_of([*pair(3, 3), number(2.0), number(-1.0)]))
 
 
+def test_hard_negatives_of_all_images_are_negatives_of_each() -> None:
+    keys = joint()
+    flat, of = keys["coder_negative_features"].flatten(0, 1), keys["coder_negative_ids"].flatten()
+    features = keys["image_features"], keys["text_features"], keys["logit_scale"]
+    hard = {"image_ids": keys["coder_ids"], "negatives": flat, "negative_ids": of, "negative_valid": of != -2}
+    got = make_loss("clip(hard_negatives=true)")(**keys)["clip_loss"]
+    close(got, clip_of_features(*features, **hard))
+    del keys["coder_ids"]  # without ids every text is a negative of every image
+    got = make_loss("clip(hard_negatives=true)")(**keys)["clip_loss"]
+    close(got, clip_of_features(*features, negatives=flat, negative_valid=of != -2))
+
+
 def test_options_and_what_the_terms_support() -> None:
     for term, options in ((Clip, {"hard_negatives": False}), (SigLip, {"dist_impl": "bidir"})):
         assert {name: each.default for name, each in inspect.signature(term).parameters.items()} == options

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import create_loss, create_model, distributed
-from coder_plugin.contrast import Dense, products
+from coder_plugin.contrast import Dense, Negatives, products
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity
 from coder_plugin.losses import dcl as written
@@ -405,6 +405,25 @@ def test_the_gradient_through_the_weights_is_a_choice(kind: Any) -> None:
     assert (stopped[1] - through[1]).norm() > 1e-3 * stopped[1].norm()
     with torch.no_grad():
         assert not dcl(features[0].requires_grad_(), features[1], diversity_gradient=True).requires_grad
+
+
+@pytest.mark.parametrize("form", ["reference", "auto"])
+def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another equation in place of anchor_losses: value and gradient follow in every form."""
+
+    def another(negatives: Negatives, weights: Tensor, options: Any) -> Tensor:
+        return anchor_losses(negatives, weights, options) + 3 * (1 - negatives.positive) ** 2 + negatives.hardest()
+
+    v, w = pair(5, 3)
+    scores = v @ w.T
+    hardest = scores.masked_fill(torch.eye(5, dtype=torch.bool), -9)
+    more = 6 * (1 - scores.diagonal()).square().mean() + hardest.amax(1).mean() + hardest.amax(0).mean()
+    want = dcl(v, w) + more
+    monkeypatch.setattr(written, "anchor_losses", another)
+    close(dcl(v, w, implementation=form), want)
+    close(DCL()(v, w), want)
+    compare_forms(dcl, v, w)
+    second_order(lambda *x: dcl(*x, diversity="none", implementation=form), v, w)
 
 
 # -- degenerate batches: finite value and gradient -------------------------------------------------------------------

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import m_dcl
+from coder_plugin.functional import dcl, m_dcl
 from coder_plugin.losses import m_dcl as written
 from coder_plugin.losses.m_dcl import MDCL
 from coder_plugin.objective import Objective
@@ -120,6 +121,15 @@ def test_hard_negatives_equal_the_slow_reference(n, m, q, form, seed) -> None:
     slow = hard_reference.Hard(*(each.tolist() for each in hard.values()))
     want = hard_reference.m_dcl(v, w, tuple(keys[:2]), tuple(keys[2:]), ids.tolist(), bank_ids.tolist(), slow)
     close(m_dcl(*features, image_ids=ids, bank_ids=bank_ids, implementation=form, **hard), want)
+
+
+@pytest.mark.parametrize("reverse", ["paired", "all"])
+def test_of_an_empty_bank_and_equal_towers_it_is_dcl_twice(reverse: Any) -> None:
+    """Keys that equal the live features, no entries: each bank's two directions are DCL's two."""
+    images, texts, *_ = parts(6)
+    empty = images.new_zeros(0, 4)
+    got = m_dcl(images, texts, images, texts, empty, empty, reverse=reverse)
+    torch.testing.assert_close(got, 2 * dcl(images, texts), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -497,6 +507,22 @@ def test_the_number_of_collectives(term: str, large: int, ring: int | None) -> N
     """One gather and the return of its gradient; in a large batch also the largest weights, of batch and bank."""
     number = collectives(TERMS, term)
     assert number.pop("ring", 0) <= (ring or 0) and number == {"all": 2, "local": 2, "large": large}
+
+
+def test_each_tensor_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[Tensor]] = []
+
+    def gather_together(tensors: list[Tensor], **_: Any) -> list[Tensor]:
+        sent.append(list(tensors))
+        return [torch.cat([each, each]) for each in tensors]
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "gather_together", gather_together)
+    batch = outputs()
+    loss = make_loss("dcl(diversity_over='batch+bank') + m_dcl + clip", {"momentum": Momentum()})
+    loss(**batch, logit_scale=torch.tensor(3.0))
+    names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys", "coder_ids")
+    assert sorted(map(id, sent[0])) == sorted(id(batch[name]) for name in names) and len(sent) == 1
 
 
 def rounded() -> list[tuple[Step, list[Tensor]]]:

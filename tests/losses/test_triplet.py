@@ -376,6 +376,17 @@ def test_the_term_equals_its_function(options: dict[str, Any], similarity: str, 
     assert not options or abs(want - triplet(scores, image_ids=keys["coder_ids"])) > 1e-3
 
 
+def test_hard_negatives_of_all_images_are_negatives_of_each() -> None:
+    keys = joint()
+    flat, of = keys["coder_negative_features"].flatten(0, 1), keys["coder_negative_ids"].flatten()
+    hard = {"negatives": flat, "negative_ids": of, "negative_valid": of != -2}
+    for masked in (True, False):
+        options = {"hard_negatives": True, "hardest": False, "mask_same_image": masked}
+        got = make_loss(expression("triplet", options))(**keys, output_dict=False)
+        passed = {"image_ids": keys["coder_ids"] if masked else None, "hardest": False, **hard}
+        close(got, triplet_of_features(keys["image_features"], keys["text_features"], **passed))
+
+
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize(("epoch", "hardest"), [(0, False), (1, False), (2, True), (7, True)])
 def test_all_negatives_count_in_the_first_epochs(epoch: int, hardest: bool, local_loss: bool) -> None:

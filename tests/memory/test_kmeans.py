@@ -78,6 +78,13 @@ def test_clustering_equals_lloyds_algorithm(clusters, more, iterations, seed) ->
     torch.testing.assert_close(means.centres.double(), want, rtol=0, atol=1e-6)
 
 
+def test_a_batch_moves_centres_by_hand() -> None:
+    means = with_centres(torch.eye(2), [1, 3])
+    means.update(torch.tensor([[0.6, 0.8], [-8.0, 6.0]]), torch.tensor([0, 1]))
+    torch.testing.assert_close(means.centres, normalize(torch.tensor([[1.6, 0.8], [-0.8, 3.6]]), dim=1))
+    assert means.counts.tolist() == [2, 4]
+
+
 def test_before_the_first_clustering_a_batch_changes_nothing() -> None:
     means = OnlineKMeans(6, 4)
     assert means.assign(noise(9, 4, 0)).tolist() == [0] * 9

@@ -138,6 +138,18 @@ def test_an_average_that_is_loaded_does_not_become_the_weights_of_a_tower_locked
     assert same_storage(other)["visual.conv1.weight"]
 
 
+def test_tied_parameters_are_shared_and_copied_under_both_names(model):
+    model.visual.register_module("tied", torch.nn.Module())
+    model.visual.tied.proj = model.visual.proj
+    model.lock_image_tower()
+    model.coder.attach(model)
+    average = tower(model).model
+    assert average.visual.tied.proj is average.visual.proj is model.visual.proj
+    model.visual.proj.requires_grad_(True)
+    model.coder.post_step()
+    assert average.visual.tied.proj is average.visual.proj is not model.visual.proj
+
+
 def test_the_copy_has_no_gradient_and_keeps_its_mode(model):
     outputs = model(**batch())
     assert not outputs["coder_image_keys"].requires_grad
@@ -270,6 +282,18 @@ def test_copies_are_no_modules_of_the_model(model):
     model.requires_grad_(True)
     assert not any(parameter.requires_grad for parameter in tower(model).parameters())
     assert len(list(tower(model).parameters())) > 10
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_averages_made_before_the_first_step_and_before_a_tower_is_locked(model, use_buffers):
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=use_buffers)
+    model.coder.post_step()
+    average.update_parameters(model)
+    model.lock_image_tower()
+    model.coder.post_step()
+    nudge(model)
+    average.update_parameters(model)
+    assert average.n_averaged == 2 and not torch.equal(average.module.text_projection, model.text_projection)
 
 
 def follow(path: str) -> dict[str, torch.Tensor]:

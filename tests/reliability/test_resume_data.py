@@ -142,6 +142,18 @@ def test_other_numbers_of_ranks_lose_no_sample_and_repeat_none(tmp_path, kind, b
         check_exact(source, settings, steps, bad)
 
 
+def test_steps_of_other_ranks_hold_the_samples_of_the_uninterrupted_steps(tmp_path):
+    """A table's order over all ranks is one permutation: with the same samples a step, each step has the same ones."""
+    source = make("table", tmp_path)
+    whole, _ = take(source, None, 99, world_size=1, batch_size=4)
+    begun, position = take(source, None, 3, world_size=1, batch_size=4)
+    rest, _ = take(source, position, 99, world_size=2, batch_size=2)
+    steps = [sorted(batch[:, 0].tolist()) for batch in whole[0][3:]]
+    assert [sorted([*one[:, 0].tolist(), *two[:, 0].tolist()]) for one, two in zip(*rest, strict=True)] == steps
+    again, _ = take(source, take(source, position, 4, world_size=2, batch_size=2)[1], 99, world_size=1, batch_size=4)
+    assert [sorted(batch[:, 0].tolist()) for batch in again[0]] == steps[4:]
+
+
 @pytest.mark.slow
 def test_many_changes_lose_no_sample_and_repeat_none(tmp_path):
     """300 chains of up to five settings, drawn at random."""

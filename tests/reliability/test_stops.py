@@ -501,6 +501,15 @@ def test_the_best_export_is_of_the_run_that_goes_on(tmp_path, monkeypatch, kept,
         assert again.best["step"] == exported_step(run / "export/best") == 8
 
 
+def test_the_rows_of_runs_killed_before_their_first_checkpoint_are_kept(tmp_path):
+    made = trainer(options(tmp_path))
+    for number in range(3):
+        append_line(made.folder / "metrics.jsonl", f'{{"step": {number}}}')
+        resume.begin_after(made, None)
+    kept = [path.read_text() for path in made.folder.glob("metrics.jsonl.old*")]
+    assert sorted(kept) == [f'{{"step": {number}}}\n' for number in range(3)]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
 @pytest.mark.parametrize("damaged", [False, True])
 def test_the_first_rank_chooses_the_checkpoint_for_all(folder, tmp_path, damaged):

@@ -165,6 +165,12 @@ def test_margins_count_from_the_highest_or_the_lowest_positive(index: Index) -> 
     assert (mined.positive.text, round(mined.score, 6)) == ("a dog", 0.6)
 
 
+def test_a_relative_margin_is_below_a_negative_positive_too(tmp_path: Path) -> None:
+    index = plant(tmp_path / "index", [[1.0, 0], [0, 1]], [[-0.5, 0], [-0.52, 1], [-0.56, 1]], [0, 1, 1])
+    [mined] = Miner(index, MiningOptions(relative_margin=0.1, max_similarity=1.0)).mine([0])
+    assert [each.caption.row for each in mined.negatives] == [2]  # up to -0.55
+
+
 def test_captions_similar_to_one_of_the_image_are_no_negatives(index: Index) -> None:
     [mined] = Miner(index, MiningOptions(**{**LOOSE, "max_similarity": 0.9})).mine([0])
     assert [each.caption.text for each in mined.negatives] == ["Two cats!", "snow", "two cats"][:2]

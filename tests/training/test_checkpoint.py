@@ -17,7 +17,7 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file, sha256_json
 from coder_plugin.training import checkpoint
-from coder_plugin.training.checkpoint import checkpoints, load, load_rank, newest, prune, save
+from coder_plugin.training.checkpoint import checkpoints, load, load_rank, newest, prune, save, set_aside
 from coder_plugin.training.resume import rng_states, set_rng_states
 from tests import fresh, gloo, saved
 
@@ -241,6 +241,17 @@ def test_prune_removes_only_checkpoints(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"s1", "s3", "photos", "linked", "log.txt"}
     (tmp_path / "s3" / "rank0.pt").unlink()
     assert prune(tmp_path, ["s3"]) == [] and step_of(tmp_path / "s1") == 1
+
+
+def test_later_ones_are_set_aside_damaged_or_not(tmp_path):
+    for step in range(1, 5):
+        write(tmp_path / "run", f"step_{step}", step)
+    (tmp_path / "run" / "step_3" / "manifest.json").write_text("{")
+    assert set_aside(tmp_path / "run", tmp_path / "aside", after=2) == ["step_3", "step_4"]
+    write(tmp_path / "run", "step_4", 4)
+    set_aside(tmp_path / "run", tmp_path / "aside", after=2)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step_1", "step_2"}
+    assert len([*(tmp_path / "aside").glob("step_4*")]) == 2
 
 
 KILLS = """

@@ -102,6 +102,25 @@ def test_a_stop_on_some_ranks_ends_all_after_one_more_step(tmp_path, tiny_model,
     assert newest is not None and newest.name == f"step_{steps:08d}"
 
 
+def test_a_stop_on_one_rank_between_epochs_ends_both(tmp_path, tiny_model) -> None:
+    class StopAtSave(Callback):
+        def on_save(self, trainer, folder) -> None:
+            trainer.stop = distributed.rank() == 1
+
+    config = {
+        "batch_size": 4, "train_num_samples": 16, "epochs": 2, "workers": 0, "logs": str(tmp_path), "name": "run",
+        "val_frequency": 0, "report": False, "model": tiny_model,
+    }  # fmt: skip
+
+    def train(_) -> None:
+        trainer = Trainer(model=tiny_model, loss="dcl", train="scenes", config=config, callbacks=[StopAtSave()])
+        trainer.run()
+        assert (trainer.step, trainer.epoch) == (2, 1)
+
+    endings = forked.run(train, tmp_path, timeout=60)
+    assert [ending.status for ending in endings] == [0, 0], endings
+
+
 class Interrupt(Callback):
     """Rank 1 receives a signal while it takes the third step."""
 

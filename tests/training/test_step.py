@@ -59,6 +59,16 @@ def test_accumulation_equals_the_joint_batch(accelerator, objective, sizes):
     assert accumulated.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+def test_one_micro_batch_is_plain_backpropagation(accelerator):
+    model = tiny("dcl + clip")
+    loss = create_loss("dcl + clip", model=model)
+    forward_backward(model, loss, [batch(8)], accelerator)
+    got = gradients(model)
+    model.zero_grad()
+    loss(output_dict=False, **model(**batch(8))).backward()
+    assert (got - gradients(model)).norm() / got.norm() <= 1e-6
+
+
 class Noisy(nn.Module):
     """A model with dropout and BatchNorm, to see that the two forwards of accumulation are one."""
 

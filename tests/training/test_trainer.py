@@ -379,6 +379,12 @@ def test_a_run_of_max_steps_ends_without_an_evaluation_and_so_does_its_repetitio
     assert saves[0] == 2 and len(saves) <= 2
 
 
+def test_what_a_paper_prints_for_either_data_set_is_printed():
+    settings = {"prototypes.clusters": 20_000, "ascl.temperature": 0.01, "fusion.local_weight": 0.8, "cra.hard_negatives": 64}
+    objective = Objective.parse("coder-printed + ascl-printed + selfalign-printed").with_options(settings)
+    assert not_as_printed(objective, required_heads(objective)) == {"cra.hard_negatives": {"value": 64, "printed": 512}}
+
+
 def test_what_no_paper_prints_is_not_compared():
     """CODER names a threshold of its graph, a factor of its softmax and encoders of its queries; SelfAlign a margin."""
     settings = {"concepts.threshold": 0.5, "concepts.scale": 5.0, "concepts.norm": "none", "prototypes.scale": 2.0}

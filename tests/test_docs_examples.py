@@ -41,7 +41,7 @@ def test_few_blocks_are_not_run() -> None:
     """Each with its reason in the page; a new one is a decision."""
     skipped = [block.name for page in PAGES for block in blocks(page, "python") if block.reason]
     pages = ["docs/embed.md"] * 2 + ["docs/frameworks.md"] * 2
-    pages += ["docs/sentence_transformers.md", "docs/sharing.md", *["docs/vector_stores.md"] * 2]
+    pages += ["docs/paper_and_code.md", "docs/sentence_transformers.md", "docs/sharing.md", *["docs/vector_stores.md"] * 2]
     assert [name.partition(":")[0] for name in skipped] == pages, skipped
 
 

@@ -121,7 +121,7 @@ def tile_variance(similarity: Tensor, number: Tensor | int) -> Tensor:
     squares = similarity.square()
     sums = [each.sum(dim) for each in (similarity, squares) for dim in (1, 0)]
     mean, square = torch.stack(sums).div_(number).split(2)
-    return square.addcmul_(mean, mean, value=-1).clamp_(min=0)
+    return square.sub_(mean.square()).clamp_(min=0)  # a fused product could round to -0
 
 
 def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:

@@ -68,7 +68,7 @@ def test_the_plan_is_a_table(tmp_path, tiny_model, capsys) -> None:
     assert lines["validation"] == "data  scenes (val): 500 images"
     assert lines["batch"] == "16 pairs per step (8 per process and forward)"
     assert lines["length"] == "1 epoch of 1 step, 1 step in all"
-    assert lines["frozen"] == "logit_scale"
+    assert lines["frozen"] == "logit_scale (no term reads it)"
     if not torch.cuda.is_available():
         assert lines["machine"] == "fp32, 1 process, CPU"
     assert lines["--lr"].split() == ["0.0007", str(file)] and lines["--batch-size"].split() == ["8", "flag"]

@@ -16,7 +16,7 @@ from coder_plugin.cli import main
 
 #: Command, words of its message. These are found before torch is imported.
 LIGHT: list[tuple[str, list[str]]] = [
-    ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, report, embed"]),
+    ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, compare, report, embed"]),
     ("--loss=dcl train", ["unknown option --loss", "coder-plugin train --help-all"]),
     ("train --bach-size 8", ["coder-plugin train", "unknown option --bach-size", "did you mean --batch-size?"]),
     ("train --batch_size 8", ["unknown option --batch_size", "did you mean --batch-size?"]),
@@ -322,7 +322,7 @@ for command in json.loads(sys.argv[1]):
 print(json.dumps(slow))
 """
 COMMANDS = (
-    "train|eval|report|embed|index|search|serve|duplicates|vectors|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+    "train|compare|eval|report|embed|index|search|serve|duplicates|vectors|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
 )
 HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 

@@ -238,7 +238,7 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     found = analyses_of(rows)
     assert list(found) == ["a", "b"]  # an ensemble has no embedding of its own
     assert json.loads((folder / "analyses.json").read_text()) == found
-    assert len(list(folder.glob("*.png"))) == 4
+    assert len(list(folder.glob("*.png"))) == 3
     # recall by length is of the re-ranked: all lengths together are the row's own
     bins = found["a"]["recall_by_length"]["bins"]
     keys = ("t2i_r1", "t2i_r5", "t2i_r10")

@@ -318,7 +318,7 @@ def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, caps
         ([run, "--zeroshot", folder, "--beta", "0.5"], "--zeroshot: leave out --beta"),
         ([run, "--wise-ft", "0.5", "--analyses", str(tmp_path / "new")], "--wise-ft: leave out --analyses"),
         ([run, "--templates", "simple"], "--templates simple needs --zeroshot FOLDER"),
-        ([run, "--cxc", str(tmp_path)], "neither CxC's"),
+        ([run, "--cxc", str(tmp_path)], "has no sits_test.csv"),
         (["--model", "region-bigru", "--val-data", regions, "--split", "dev", "--zeroshot", folder], "reads region features"),
         (["--model", "region-bigru", "--val-data", regions, "--split", "dev", "--wise-ft", "0"], "goes between two CLIPs"),
     ):

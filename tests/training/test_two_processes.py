@@ -16,7 +16,7 @@ from tests import fresh
 from tests.reliability import ranks
 
 #: For evaluation, with five captions each.
-PICTURES = 20
+PICTURES = 100
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Options of training that have a flag of their own here, or that a comparison sets.
 _OWN = ("loss", "lr", "seed", "name", "logs", "resume", "report", "dry_run", "val_frequency")
 #: Of a comparison of nothing: what the built-in scenes are compared with, in minutes on a CPU.
-_ON_SCENES: Mapping[str, Any] = {"epochs": 3, "train_num_samples": 2000, "hold_aside": 300, "lr": [1e-3, 3e-3]}
+_ON_SCENES: Mapping[str, Any] = {"epochs": 2, "hold_aside": 300, "lr": [1e-3]}
 _BUDGET = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?")
 
 

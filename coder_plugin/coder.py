@@ -285,7 +285,7 @@ class Coder(nn.Module):
         self._watch.advanced()
         optimizers = optimizer if isinstance(optimizer, list) else [] if optimizer is None else [optimizer]
         stateful = heads_with(self.heads, KeepsState)
-        self._watch.written(stateful)
+        self._watch.writing(stateful)
         for head in stateful.values():
             head.post_step()
             for parameter, rows in head.take_replaced_rows():

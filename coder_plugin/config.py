@@ -11,8 +11,6 @@ Each layer is a sparse mapping; :func:`resolve` merges them, checks types and re
 from __future__ import annotations
 
 import difflib
-import json
-import sys
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -22,13 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular
+from coder_plugin.files import read_options
 from coder_plugin.locations import local_only
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def option(default: Any, help: str, *, flag: str | None = None, **declared: Any) -> Any:
@@ -634,13 +627,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     Raises:
         CoderError: the file cannot be read, or holds an unknown option.
     """
-    try:
-        with open_regular(path, encoding="utf-8") as file:
-            text = file.read()
-        options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CoderError(f"--config {path}: {reason}") from error
+    options = read_options(path, f"--config {path}", toml=str(path).endswith(".toml"))
     if not isinstance(options, dict):
         raise CoderError(f"--config {path}: it must hold an object of options, not a {type(options).__name__}")
     try:

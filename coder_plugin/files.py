@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from coder_plugin.errors import CoderError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 #: The names that :func:`temporary_path` gives: what they stand for, host, process.
 _TEMPORARY = re.compile(r"\.(.+)\.([A-Za-z0-9-]+)\.(\d+)\.[0-9a-f]{8}\.writing")
@@ -32,6 +38,24 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(1 << 20):
             checksum.update(block)
     return checksum.hexdigest()
+
+
+def read_options(path: str | Path, origin: str, *, toml: bool = True) -> Any:
+    """What a TOML file, or with ``toml=False`` a JSON file, of options holds.
+
+    Args:
+        origin: what messages call the file.
+
+    Raises:
+        CoderError: it cannot be read, is no regular file or not of this form, or is nested too deeply.
+    """
+    try:
+        with open_regular(path, encoding="utf-8") as file:
+            return (tomllib if toml else json).loads(file.read())
+    except RecursionError as error:
+        raise CoderError(f"{origin}: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise CoderError(f"{origin}: {error.strerror if isinstance(error, OSError) and error.strerror else error}") from error
 
 
 def open_regular(path: str | Path, mode: str = "r", **options: Any) -> IO[Any]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.compare.statistics import Hits
+from coder_plugin.config import DataConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write, read_json
 
 
 def once(path: Path, val_data: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a file holds if it is of these data; else what ``make`` returns, which is written there."""
+    """The measurement saved in a file, if it was made on these data. Otherwise ``make`` measures, and the file is written."""
     if path.is_file() and (saved := read_json(path, most=1 << 30))["data"] == val_data:
         return saved  # type: ignore[no-any-return]
     made = {"data": val_data, **make()}
@@ -46,10 +47,15 @@ def open_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> 
 def open_data(val_data: str | None, options: Mapping[str, Any]) -> Any:
     """The validation data, read as the training data are."""
     from coder_plugin.data.from_config import make_source
+
+    return make_source(data_config(val_data, options), split="val")
+
+
+def data_config(val_data: str | None, options: Mapping[str, Any]) -> DataConfig:
+    """The options of data of a run that reads all of the validation data."""
     from coder_plugin.pretrained.options import resolve_config
 
-    config = resolve_config({**options, "hold_aside": 0, "val_data": val_data})
-    return make_source(config.data, split="val")
+    return resolve_config({**options, "hold_aside": 0, "val_data": val_data}).data
 
 
 def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> dict[str, Any]:

@@ -115,8 +115,7 @@ def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:
 def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
     """Captions that the best row and the best peer rank most differently, with the first images of both."""
     from coder_plugin.data.from_config import pictures_under_regions
-    from coder_plugin.pretrained.options import resolve_config
-    from coder_plugin.report.examples import finder, items_of, shown_images
+    from coder_plugin.report.examples import finder, items_of, of_different_images, shown_images
 
     rows, peer = result["rows"], result["best_peer"]
     others = [name for name in rows if name != peer]
@@ -135,15 +134,16 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
     gain = np.log1p(ranks[peer]) - np.log1p(ranks[best])
     blocks: list[Block] = [note("With seed 0. Ranks count from 1; of an image's captions one is shown.")]
     owner = encoded[best].image_of_text.tolist()
-    chosen = {f"{best} is better": _distinct(np.argsort(-gain), gain > 0, owner)}
-    chosen[f"{peer} is better"] = _distinct(np.argsort(gain), gain < 0, owner)
+    chosen = {}
+    for name, above in ((best, gain), (peer, -gain)):
+        order = np.argsort(-above)
+        chosen[f"{name} is better"] = of_different_images(order[above[order] > 0].tolist(), owner.__getitem__, _QUERIES)
     found = {
         (name, query): finder(encoded[name], "t2i", None)(query)
         for queries in chosen.values() for query in queries for name in encoded
     }  # fmt: skip
     indices = {hit.index for each in found.values() for hit in each.hits[:_CANDIDATES]} | {owner[query] for _, query in found}
-    options = plan.rows[0].points()[0].options
-    config = resolve_config({**options, "hold_aside": 0, "val_data": plan.val_data}).data
+    config = measure.data_config(plan.val_data, plan.rows[0].points()[0].options)
     shown = shown_images(items_of(source, encoded[best], indices), pictures_under_regions(config, "val"))
     empty = {"uri": None, "alt": ""}
     for title, queries in chosen.items():
@@ -162,15 +162,6 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
 
 def _first_ranks(folder: str) -> Sequence[int]:
     return json.loads((Path(folder) / "val.json").read_text())["t2i_ranks"]  # type: ignore[no-any-return]
-
-
-def _distinct(order: Any, wanted: Any, owner: Sequence[int]) -> list[int]:
-    """The first queries of different images."""
-    queries: dict[int, int] = {}
-    for query in order.tolist():
-        if wanted[query] and len(queries) < _QUERIES:
-            queries.setdefault(owner[query], query)
-    return list(queries.values())
 
 
 def _settings(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:

@@ -27,20 +27,15 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from coder_plugin.config import get_option
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular, sha256_json
+from coder_plugin.files import read_options, sha256_json
 from coder_plugin.locations import check_model_addresses, local_only
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: Options of training that a comparison sets itself.
 SET_HERE = ("seed", "name", "logs", "resume", "report", "dry_run", "val_frequency")
@@ -89,7 +84,7 @@ class Point:
     def options(self) -> dict[str, Any]:
         return {**self.row.options, **dict(self.values), "seed": self.seed}
 
-    @property
+    @cached_property
     def folder(self) -> str:
         """Name of the run's folder: other options of the same row give another one."""
         rate = f"-lr{self.options['lr']:g}" if "lr" in self.options else ""
@@ -177,11 +172,7 @@ def read_plan(path: str, flags: Mapping[str, Any], *, trusted: bool = False) -> 
     Raises:
         CoderError: it cannot be read, has an unknown entry, or needs to be trusted.
     """
-    try:
-        with open_regular(path, encoding="utf-8") as file:
-            content = tomllib.loads(file.read())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CoderError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    content = read_options(path, path)
     kinds: dict[str, Any] = {
         "rows": list, "train": dict, "settings": dict, "peer": (str, list), "seeds": int, "select_data": str
     }  # fmt: skip

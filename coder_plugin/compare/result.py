@@ -177,9 +177,3 @@ def format_result(result: Mapping[str, Any]) -> str:
     setting = [f"{result['setting']}:"] if result["setting"] else []
     notes = [f"note: {note}" for note in result["notes"]]
     return "\n".join(["", *setting, *text, *notes, "", result["sentence"]])
-
-
-def format_markdown(result: Mapping[str, Any]) -> str:
-    """The table as Markdown, for a page of evidence."""
-    lines = [HEAD, ("---",) * len(HEAD), *table_rows(result)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

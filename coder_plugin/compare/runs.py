@@ -43,6 +43,7 @@ class Runs:
         self.folder, self.jobs = folder / "runs", jobs
         #: Why a point has no result.
         self.failed: dict[Point, str] = {}
+        self._results: dict[Point, dict[str, Any]] = {}
         self._running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
 
     def path(self, point: Point) -> Path:
@@ -77,6 +78,11 @@ class Runs:
         """
         if point in self._running:
             return None
+        if point not in self._results and (made := self._read_result(point)) is not None:
+            self._results[point] = made
+        return self._results.get(point)
+
+    def _read_result(self, point: Point) -> dict[str, Any] | None:
         folder = self.path(point)
         if (folder / RESULT).is_file():
             return read_json(folder / RESULT)  # type: ignore[no-any-return]
@@ -99,6 +105,7 @@ class Runs:
         lost = point.row.command is None and not (folder / "export").is_dir() and not (folder / "val.json").is_file()
         if lost:
             shutil.rmtree(folder)
+            self._results.pop(point, None)
         return lost
 
     def run(self, points: Sequence[Point], on_end: Callable[[Point, float], None]) -> None:

@@ -58,8 +58,8 @@ class StateWatch:
         """The state was written, or deliberately not."""
         self._version, self._forwards = None, 0
 
-    def written(self, heads: Mapping[str, Any]) -> None:
-        """The stashes of ``heads``, by name, were written after a step: warn once if one never gets anything."""
+    def writing(self, heads: Mapping[str, Any]) -> None:
+        """The stashes of ``heads``, by name, are written now: warn once of a head that was never handed anything."""
         self._writes += 1
         if self._writes == _FORWARDS and (unfed := [name for name, head in heads.items() if head.unfed]):
             logging.warning(

@@ -20,7 +20,6 @@ Other packages add theirs through the entry-point group ``coder_plugin.recipes``
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,13 +29,8 @@ from typing import Any
 from coder_plugin import registry
 from coder_plugin.config import SUBJECTS, flatten, get_option, options_by_name
 from coder_plugin.errors import CoderError, did_you_mean
-from coder_plugin.files import open_regular
+from coder_plugin.files import read_options
 from coder_plugin.locations import local_only
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _TABLES = ("objectives", "recipes")
 _TEXTS = ("description", "loss", "base")
@@ -234,13 +228,7 @@ def _read(path: Path, *, single: bool = False) -> RecipeFile:
     """Read a file; with ``single`` its top level may hold the fields of one recipe."""
     ours = path.parent == Path(__file__).parent
     origin = f"coder_plugin/recipes/{path.name}" if ours else str(path)
-    try:
-        with open_regular(path, encoding="utf-8") as file:
-            data = tomllib.loads(file.read())
-    except RecursionError:
-        raise CoderError(f"{origin}: it is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise CoderError(f"{origin}: {error.strerror if isinstance(error, OSError) and error.strerror else error}") from error
+    data = read_options(path, origin)
     if single and not set(data) & {*_TABLES, "paper"}:
         data = {"recipes": {path.stem: data}}
     if single and "objectives" in data:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report import sections
-from coder_plugin.report.examples import WAYS, example_blocks, finder
+from coder_plugin.report.examples import WAYS, example_blocks, finder, of_different_images
 from coder_plugin.report.page import RECALL, Block, figures, note, recall_cells, table
 from coder_plugin.report.run import open_run
 from coder_plugin.training.run_folder import RunFolder
@@ -71,16 +71,14 @@ def queries(opened: Sequence[Opened], count: int) -> list[Block]:
     for way, title in WAYS.items():
         before, after = (each.result[f"{way}_ranks"].double() + 1 for each in (first, last))
         gains = (before / after).log2()
+        images = range(len(gains)) if way == "i2t" else first.encoded.image_of_text.tolist()
         find = [finder(each.encoded, way, each.result["depth"]) for each in opened]
         for which, sign in (("better", 1), ("worse", -1)):
-            chosen: dict[int, int] = {}
-            for query in (-sign * gains).argsort(stable=True).tolist():
-                image = query if way == "i2t" else int(first.encoded.image_of_text[query])
-                if len(chosen) < count and sign * gains[query] > 0:
-                    chosen.setdefault(image, query)
+            order = (-sign * gains).argsort(stable=True)
+            chosen = of_different_images(order[sign * gains[order] > 0].tolist(), images.__getitem__, count)
             titled[f"{title}, {which} in {last.name} than in {first.name}"] = [
                 (way, of_run(query), f", {each.name}")
-                for query in chosen.values()
+                for query in chosen
                 for each, of_run in zip(opened, find, strict=True)
             ]
     shown = example_blocks(first.encoded, first.source, first.pictures, titled)

@@ -104,6 +104,16 @@ def example_blocks(
     return [made for title, side in titled.items() if side for made in (heading(title), *(block(*each) for each in side))]
 
 
+def of_different_images(queries: Iterable[int], image_of: Callable[[int], int], count: int) -> list[int]:
+    """The first ``count`` queries, of each image the first one alone."""
+    chosen: dict[int, int] = {}
+    for query in queries:
+        if len(chosen) == count:
+            break
+        chosen.setdefault(image_of(query), query)
+    return list(chosen.values())
+
+
 def best_and_worst(
     encoded: Encoded, way: Way, ranks: Tensor, *, count: int, depth: int | None = None
 ) -> tuple[list[Example], list[Example]]:

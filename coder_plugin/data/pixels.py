@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, Mapping):
         return {name: _moved(each, device) for name, each in value.items()}
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def tensors_of(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of a batch, also those in dicts such as regions."""
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            yield from tensors_of(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def eight_bit(transform: Callable[[Any], Any]) -> Callable[[Any], Any]:

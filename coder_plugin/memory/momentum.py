@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
-from coder_plugin.memory.model_copy import Mode, ModelCopy, copy_values, parameters_by_name
+from coder_plugin.memory.model_copy import Counterparts, Mode, ModelCopy, copy_values
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -48,6 +48,7 @@ class MomentumCopy(ModelCopy):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum = momentum
+        self._parameter_pairs, self._buffer_pairs = Counterparts("_parameters"), Counterparts("_buffers")
         self.register_load_state_dict_pre_hook(MomentumCopy._own_shared)
 
     def copy_from(self, model: Any) -> None:
@@ -91,7 +92,7 @@ class MomentumCopy(ModelCopy):
                 local = (distributed.local(average), distributed.local(current))
                 (trained if current.requires_grad else frozen).append(local)
         if trained:
-            currents = [current.detach().to(average.dtype) for average, current in trained]
+            currents = [current.to(average.dtype) for average, current in trained]
             torch._foreach_lerp_([average for average, _ in trained], currents, 1 - self.momentum)
         copy_values(frozen)
         self._copy_buffers(model, statistics)
@@ -116,8 +117,7 @@ class MomentumCopy(ModelCopy):
 
     def _pairs(self, model: Any) -> list[tuple[Tensor, Tensor]]:
         """The copy's parameters with the model's parameters of the same names."""
-        online = parameters_by_name(model)
-        return [(own, online[name]) for name, own in parameters_by_name(self.model).items() if name in online]
+        return self._parameter_pairs.of(self.model, model)
 
     def _own_shared(self, *_: Any) -> None:
         """Before weights are loaded: values for the copy must not be written into the model, which may have been frozen
@@ -131,15 +131,13 @@ class MomentumCopy(ModelCopy):
 
     def _statistics(self, model: Any) -> list[Tensor]:
         norms = {name for name, each in self.model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
-        buffers = model.named_buffers()
+        buffers = model.named_buffers() if norms else ()
         return [each for name, each in buffers if name.rpartition(".")[0] in norms and each.is_floating_point()]
 
     def _copy_buffers(self, model: Any, statistics: Tensor | None) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
-        online = dict(model.named_buffers())
-        copy_values([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
-        own = self._statistics(self.model)
-        if own and distributed.world_size() > 1:
+        copy_values(self._buffer_pairs.of(self.model, model))
+        if distributed.world_size() > 1 and (own := self._statistics(self.model)):
             if statistics is None:
                 statistics = torch.cat([each.flatten() for each in own])
                 distributed.broadcast(statistics)

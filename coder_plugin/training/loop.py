@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
@@ -29,7 +29,7 @@ from coder_plugin.data.bad_samples import total
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
-from coder_plugin.data.pixels import to_device
+from coder_plugin.data.pixels import tensors_of, to_device
 from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
@@ -60,11 +60,15 @@ MAX_SKIPPED_STEPS = 25
 
 
 class _Group(NamedTuple):
-    """The micro-batches of a step, the loader's position after them, and the seconds that they took to arrive."""
+    """The micro-batches of a step, the loader's position after them, and the seconds that they took to arrive.
+
+    ``copied``: the end of their copy to the device, which went on beside the step before. None: they are not there yet.
+    """
 
     batches: list[dict[str, Any]]
     position: dict[str, Any]
     waited: float
+    copied: torch.cuda.Event | None = None
 
 
 class Trainer:
@@ -333,6 +337,7 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        optimizer.register_step_post_hook(self._read_figures)
         self.following = follow(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
@@ -356,7 +361,8 @@ class Trainer:
         with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq, left) as progress:
             leaving = distributed.any_rank(self._must_leave() or left <= 0, self.device)
             while not leaving:
-                (group, position, waited), following = following, next(groups)
+                group, following = following, next(groups)
+                position, waited = group.position, group.waited
                 # a rank with bad samples may run out of batches first: then all ranks stop
                 ends_run = self.step + 1 >= self.total_steps
                 self._is_last, self._result = ends_run or len(following.batches) < accum_freq, None
@@ -365,7 +371,7 @@ class Trainer:
                 self._ends_epoch = self._is_last if alone else ends_run or self._is_epoch_over(position)
                 logged = self.is_logging_step
                 rate = max(self.schedule.get_last_lr())  # that of this step: the schedule goes on with the optimizer
-                metrics = self._checked_step([self._to_device(batch) for batch in group])
+                metrics = self._checked_step(self._on_device(group))
                 self.step += 1
                 self.position = position
                 progress.update(metrics, waited, ends=self._ends_epoch)
@@ -397,10 +403,29 @@ class Trainer:
 
     def _groups(self, batches: Iterator[dict[str, Any]]) -> Iterator[_Group]:
         """The micro-batches of each step; at the end of the epoch fewer than ``--accum-freq``."""
+        accum_freq = self.config.optim.accum_freq
+        # with several micro-batches memory is short
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and accum_freq == 1 else None
         while True:
             started = time.perf_counter()
-            group = list(itertools.islice(batches, self.config.optim.accum_freq))
-            yield _Group(group, self.loader.position(), time.perf_counter() - started)
+            group = list(itertools.islice(batches, accum_freq))
+            waited, copied = time.perf_counter() - started, None
+            if stream is not None:
+                with torch.cuda.stream(stream):
+                    group = [self._to_device(batch) for batch in group]
+                copied = stream.record_event()
+            yield _Group(group, self.loader.position(), waited, copied)
+
+    def _on_device(self, group: _Group) -> list[dict[str, Any]]:
+        """Its micro-batches, for the current stream."""
+        if group.copied is None:
+            return [self._to_device(batch) for batch in group.batches]
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(group.copied)
+        for batch in group.batches:
+            for each in tensors_of(batch):
+                each.record_stream(stream)
+        return group.batches
 
     def _must_leave(self) -> bool:
         """Whether this rank cannot take another step, or was told not to."""
@@ -491,6 +516,12 @@ class Trainer:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
+    def _read_figures(self, optimizer: Any, *_: Any) -> None:
+        """After the optimizer's kernels are queued, and before the heads' state advances."""
+        optimizer.found_inf = None
+        if self._result is not None:
+            self._result.check(overflow=self.accelerator.scaler is not None)
+
     @property
     def is_logging_step(self) -> bool:
         """Whether the current step writes a line to ``metrics.jsonl``: every ``--log-every-n-steps``, and an epoch's last."""
@@ -510,9 +541,10 @@ class Trainer:
             NonFiniteError: a loss or gradient is NaN or infinite. Weights and state, BatchNorm's statistics too, are as before.
         """
         result = self.forward_backward(batches)
-        gradient_norm = self.clip_gradients(result)
+        self.clip_gradients(result)
         self.optimizer_step(result)
-        return {**result.metrics, "gradient_norm": gradient_norm}
+        assert result.gradient_norm is not None
+        return {**result.metrics, "gradient_norm": result.gradient_norm}
 
     def forward_backward(self, batches: Sequence[Mapping[str, Any]]) -> StepResult:
         """Forward pass, loss and backward pass: gradients of all micro-batches are in ``.grad`` afterwards."""
@@ -521,32 +553,35 @@ class Trainer:
         )
         return self._result
 
-    def clip_gradients(self, result: StepResult) -> float:
-        """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping.
-
-        Here the host waits for the device, once, and reads the norm with all figures of the step.
-
-        Raises:
-            NonFiniteError: a loss, a gradient, or what a head will write is NaN or infinite. The gradients have been dropped.
-        """
+    def clip_gradients(self, result: StepResult) -> Tensor:
+        """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping, 0-d."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         self.accelerator.unscale_gradients(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        result.norm = norm = nn.utils.get_total_norm([p.grad for p in parameters])
         if self.config.optim.grad_clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.config.optim.grad_clip_norm, norm)
-        scaler = self.accelerator.scaler
-        try:  # the fp16 loss scaler detects overflows, skips the step and lowers its scale
-            result.check(norm, overflow=scaler is not None)
-        except NonFiniteError:
-            if scaler is not None:
-                scaler.update()  # it may unscale the next step's gradients
-            raise
-        assert result.gradient_norm is not None
-        return result.gradient_norm
+        return norm
 
     def optimizer_step(self, result: StepResult) -> None:
-        """Step optimizer and schedule. Unless the loss scaler skips the step, the heads' state advances with it, once."""
-        result.check()
+        """Step optimizer and schedule. Unless the loss scaler skips the step, the heads' state advances with it, once.
+
+        Here the host waits for the device, once, and reads the norm with all figures of the step: once a fused
+        optimizer's step is queued, or before that of another.
+
+        Raises:
+            NonFiniteError: a loss, a gradient, or what a head will write is NaN or infinite. The step was not taken, and the
+                gradients have been dropped.
+        """
+        scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
+        if scaler is None and all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.found_inf = result.found_inf()  # _read_figures reads the reason
+        else:
+            try:  # the fp16 loss scaler detects overflows, skips the step and lowers its scale
+                result.check(overflow=scaler is not None)
+            except NonFiniteError:
+                if scaler is not None:
+                    scaler.update()  # it may unscale the next step's gradients
+                raise
         self.optimizer.step()
         self.schedule.step()
         self.skipped = self.skipped + 1 if self.accelerator.optimizer_step_was_skipped else 0

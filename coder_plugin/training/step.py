@@ -5,8 +5,9 @@ respect to the features is propagated through each micro-batch's forward pass. W
 backpropagation. With several it is open_clip's cached-feature accumulation, but with one evaluation of the loss instead
 of n, so that a parameter that the loss reads directly (``logit_scale``) gets its gradient once.
 
-All this is queued on the device without waiting for it. Then the host reads one vector: the losses, the gradient's norm,
-whether what the heads will write is finite, and what the heads want to know.
+All this is queued on the device without waiting for it, and so is a fused optimizer's step, which leaves everything as it is
+where a loss or the gradient is not finite. Then the host reads one vector: the losses, the gradient's norm, whether what the
+heads will write is finite, and what the heads want to know.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ class _Figures:
     def __init__(self, losses: Mapping[str, Tensor], model: nn.Module, *, leaving: bool) -> None:
         coder = _coder(model)
         self.heads = {} if coder is None else heads_with(coder.heads, KeepsState)
-        stashed = {} if coder is None else coder.stashed()
-        flags = {name: value.detach().isfinite().logical_not().any() for name, value in stashed.items()}
+        stashed = {} if coder is None else {name: value for name, value in coder.stashed().items() if value.numel()}
+        largest = torch._foreach_norm([value.detach() for value in stashed.values()], torch.inf) if stashed else []
+        flags = dict(zip(stashed, largest, strict=True))  # of each, not finite where one of its values is not
         heads = self.heads.items()
         scalars = {(name, key): value for name, head in heads for key, value in head.device_scalars().items()}
         self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(scalars), ("leaving",))
         values = [value.detach().float() for value in (*losses.values(), *flags.values(), *scalars.values())]
         self.vector = torch.stack([*values, torch.full_like(values[0], leaving)])
 
+    @property
+    def checked(self) -> Tensor:
+        """The losses and flags, which must be finite [n]."""
+        return self.vector[: len(self.names[0]) + len(self.names[1])]
+
     def split(self, numbers: Sequence[float]) -> tuple[dict[Any, float], ...]:
-        """The losses, the flags of what is not finite, the heads' scalars, and which part of the ranks leaves."""
+        """The losses, the largest values of what the heads will write, their scalars, and which part of the ranks leaves."""
         values = iter(numbers)
         return tuple({name: next(values) for name in names} for names in self.names)
 
@@ -77,43 +84,48 @@ class StepResult:
         undo: Callable[[], None],
     ) -> None:
         self.leaves, self.shares, self.spread = leaves, shares, spread
-        #: The norm of all gradients, once :meth:`check` has read it.
-        self.gradient_norm: float | None = None
+        #: The norm of all gradients, 0-d on the device, once they are complete; :meth:`check` reads and checks it too.
+        self.norm: Tensor | None = None
         #: Whether a rank takes no step after this one, once :meth:`check` has read it.
         self.leaving = False
         self._model, self._loss, self._figures, self._undo = model, loss, figures, undo
         self._losses: dict[str, float] | None = None
+        self._gradient_norm: float | None = None
 
-    def check(self, gradient_norm: Tensor | None = None, *, overflow: bool = False) -> None:
+    def found_inf(self) -> Tensor:
+        """1 if :meth:`check` would raise, else 0: float32, 0-d, on the device. A fused optimizer's ``found_inf``."""
+        norms = [] if self.norm is None else [self.norm.float().reshape(1)]
+        return torch.cat([self._figures.checked, *norms]).isfinite().all().logical_not().float()
+
+    def check(self, *, overflow: bool = False) -> None:
         """Read the losses, the norm, and what the heads want to know, in one transfer. Call it on all ranks.
 
         What has been read is not read again: after a call without the norm, a call with it reads and checks the norm alone.
 
         Args:
-            gradient_norm: 0-d, to be read and checked too.
             overflow: the norm may be infinite, because a loss scaler skips such steps.
 
         Raises:
             NonFiniteError: on all ranks, if a loss, the norm, or what a head will write after the step is NaN or infinite on
                 one; names the term and where the value comes from. All gradients have been dropped.
         """
-        norms = [] if gradient_norm is None or self.gradient_norm is not None else [gradient_norm.detach().float().reshape(1)]
+        norms = [] if self.norm is None or self._gradient_norm is not None else [self.norm.detach().float().reshape(1)]
         figures = [] if self._losses is not None else [self._figures.vector]
         if not norms and not figures:
             return
         numbers = torch.cat([*norms, *figures]).tolist()
         if norms:
-            self.gradient_norm = numbers.pop(0)
+            self._gradient_norm = numbers.pop(0)
         scalars: dict[tuple[str, str], float] = {}
         if figures:
             self._losses, flags, scalars, leaving = self._figures.split(numbers)
             self.leaving = leaving["leaving"] > 0
             bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
-            bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
+            bad += [f"{name} is not finite" for name, largest in flags.items() if not math.isfinite(largest)]
             if bad:
                 causes = _causes(self.leaves, self._model)
                 self._refuse(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
-        if self.gradient_norm is not None and not math.isfinite(self.gradient_norm) and not overflow:
+        if self._gradient_norm is not None and not math.isfinite(self._gradient_norm) and not overflow:
             self._refuse(self.explain_gradient())
         for (name, key), value in scalars.items():
             self._figures.heads[name].stash(**{key: value})
@@ -134,6 +146,13 @@ class StepResult:
         self.check()
         assert self._losses is not None
         return self._losses
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """:attr:`norm` on the host; None before it is known. :meth:`check` has read it, or is called."""
+        if self.norm is not None and self._gradient_norm is None:
+            self.check()
+        return self._gradient_norm
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -319,8 +338,9 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
     """Copy BatchNorm's statistics; the function that is returned restores them. Heads write no state in forward."""
     inner = _inner(model)
-    state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
-    buffers = [buffer for name, buffer in inner.named_buffers() if name not in state]
+    heads = inner.coder.heads.values() if hasattr(inner, "coder") else ()
+    state = {id(buffer) for head in heads for buffer in head.state_buffers().values()}
+    buffers = [buffer for buffer in inner.buffers() if id(buffer) not in state]
     copies = [torch.empty_like(buffer) for buffer in buffers]
 
     @torch.no_grad()

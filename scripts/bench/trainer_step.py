@@ -87,6 +87,7 @@ class TrainerStep:
         """How often the host waits for the GPU in one step, by the line that makes it wait. None without a GPU."""
         if not self.device.startswith("cuda"):
             return None
+        self()  # the first step reads what has just been loaded
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("warn")
         try:

@@ -34,13 +34,16 @@ def make(folder: Path, model: str, loss: str, **more: Any) -> Trainer:
 
 
 def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
-    batches, found = trainer.loader.epoch(0), []
+    batches, found, before = trainer.loader.epoch(0), [], []
+    hook = trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: before.append(len(reads)))
     for trainer.step in range(steps):
         group = [trainer._to_device(next(batches)) for _ in range(trainer.config.optim.accum_freq)]
         with host_reads() as reads:
             trainer.training_step(group)
             assert not trainer._all_leave()
         found.append(reads)
+    hook.remove()
+    assert before[1:] == [0] * (steps - 1), "the host waits before the optimizer's step is queued"
     return found
 
 

@@ -161,17 +161,20 @@ def test_a_step_that_is_refused_leaves_statistics_as_they_were(accelerator, size
 def test_the_norm_is_read_and_checked_with_the_losses(accelerator):
     model = tiny("dcl + clip")
     result = forward_backward(model, create_loss("dcl + clip", model=model), [batch(4)], accelerator)
-    result.check(torch.tensor(2.5))
+    assert result.gradient_norm is None and result.found_inf() == 0
+    result.norm = torch.tensor(2.5)
     assert result.gradient_norm == 2.5 and set(result.losses) == {"dcl_loss", "clip_loss"}
     assert result.metrics["loss"] == pytest.approx(sum(result.losses.values()))
     for overflow in (True, False):
         result = forward_backward(model, create_loss("dcl + clip", model=model), [batch(4)], accelerator)
+        result.norm = torch.tensor(torch.inf)
+        assert result.found_inf() == 1
         if overflow:
-            result.check(torch.tensor(torch.inf), overflow=True)
+            result.check(overflow=True)
             assert result.gradient_norm == torch.inf
         else:
             with pytest.raises(NonFiniteError, match="finite at the features"):
-                result.check(torch.tensor(torch.inf))
+                result.check()
 
 
 def test_the_loss_scaler_scales_gradients_once():

@@ -5,9 +5,10 @@
     python scripts/bench/papers.py --device cuda --json papers.jsonl
 
 *Encoding* (SelfAlign, table II): one caption through a text tower and its heads, without and with SelfAlign. The number of
-candidates does not enter, because images and texts are encoded apart. *Scoring* (table III, and table IV's GPU time): one query
-against N vectors, of D for a base, of 2 D with one context block (#7, #9, #10), and of 3 D with SelfAlign's two. *Pairs a second* (CODER, figure 4): all pairs
-of 1,000 images and 5,000 captions by one product of vectors, of CODER with its concept block, and by AsCL's fusion.
+candidates does not enter, because images and texts are encoded apart. *Scoring* (table III, and table IV's GPU time): one
+query against N vectors, of D for a base, of 2 D with one context block (#7, #9, #10), and of 3 D with SelfAlign's two.
+*Pairs a second* (CODER, figure 4): all pairs of 1,000 images and 5,000 captions by one product of vectors, of CODER with its
+concept block, and by AsCL's fusion.
 
 BERT has random weights of base's size, so nothing is downloaded; time does not depend on the weights.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -79,8 +80,10 @@ def test_the_papers_figures_of_speed_in_their_smallest_form(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     _, camera, vsrn, scoring, pairs = map(json.loads, (tmp_path / "papers").read_text().splitlines())
     assert [list(case["ratio"]) for case in (camera, vsrn, scoring, pairs)] == [
-        ["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 192"], ["CODER", "AsCL's fusion"],
+        ["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"], ["CODER", "AsCL's fusion"],
     ]  # fmt: skip
+    base, both = (float(each) for each in re.findall(r"region-bigru-vsrn, .*: (.*) M parameters", done.stdout))
+    assert both - base == pytest.approx(0.065, abs=0.012)  # the recipe `vsrn` has no projection of words
     assert pairs["kilo_pairs_per_second"]["CODER"] == pytest.approx(20 * 100 / pairs["seconds"]["CODER"] / 1e3)
 
 

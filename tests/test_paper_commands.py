@@ -21,8 +21,10 @@ from coder_plugin import recipes
 from coder_plugin.cli import main
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import SHARDS
+from coder_plugin.model import required_heads
 from tests.backbones import tiny_bert
 from tests.documentation import ROOT, blocks
+from tests.test_recipes import objective_of
 from tests.training import region_data
 
 PAGE = ROOT / "docs" / "paper_and_code.md"
@@ -113,34 +115,94 @@ def with_whole_image(record: Record) -> Record:
     return record._replace(regions=dataclasses.replace(record.regions, global_feature=np.ones(10, np.float32)))
 
 
-RUNS: dict[str, tuple[str, str, list[str], list[str]]] = {  # data, recipe, options of the model, flags of eval
-    "CAMERA with boxes": ("camera", "selfalign-camera", ["heads=4", "views=3"], []),
-    "CAMERA without boxes": ("scan", "selfalign-camera", ["heads=4", "views=3", "boxes=false"], []),
-    "VSRN": ("scan", "selfalign-vsrn", ["word_dim=8", "word_projection=true", "bidirectional=false", "batch_norm=true"], []),
-    "AsCL": ("scan", "ascl-f30k", [], ["--rerank", "all"]),
-    "AsCL with a whole-image feature": ("whole", "ascl-f30k", [], ["--rerank", "all"]),
-    "BiGRU": ("scan", "vse-infinity-bigru", ["word_dim=8"], []),
-}
+#: Options of heads that a few made-up pairs can fill.
+SETS = ["prototypes.clusters=4", "momentum.bank_size=16", "captioner.hidden=16", "captioner.word_dim=8"]
+#: Options of the models.
+KWARGS = {"region-bert-camera": ["heads=4", "views=3"], "region-bigru": ["word_dim=8"], "region-bigru-vsrn": ["word_dim=8"]}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_row_from_precomp_to_the_table(name: str, made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
-    data, recipe, options, flags = RUNS[name]
-    folder = Path(made["scan" if data == "whole" else data])
-    if data == "whole":
-        folder = tmp_path / "shards"
-        for split in region_data.SPLITS:
-            SHARDS.write(str(folder), map(with_whole_image, region_data.records(split)), split=split)
-    text = [f"text={made['bert']}"] if recipe not in ("selfalign-vsrn", "vse-infinity-bigru") else []
-    heads = ["captioner.hidden=16", "captioner.word_dim=8"] if "vsrn" in recipe else []
-    train, val, test = (f"{folder}/{split}-*.tar" if data == "whole" else str(folder) for split in region_data.SPLITS)
-    command = ["train", "--recipe", recipe, "--train-data", train, "--val-data", val, *SMALL]
-    command += ["--logs", str(tmp_path), "--name", "run", "--no-report", "--model-kwargs", *SIZES, *options, *text]
-    assert main([*command, *(["--set", *heads] if heads else [])]) == 0
-    notes = str(json.loads((tmp_path / "run" / "plan.json").read_text()).get("notes"))
-    assert ("V_g" in notes) == (name == "AsCL")
+def small(arguments: list[str], made: dict[str, str]) -> list[str]:
+    """A command of the page, ``train`` in sizes that a test can have."""
+    if arguments[0] == "concepts":
+        return [*arguments, "--tagger", tagger(Path("tagger").resolve())]
+    if arguments[0] != "train":
+        return arguments
+    recipe = arguments[arguments.index("--recipe") + 1]
+    model = recipes.load(recipe).settings["model"]
+    kwargs = [*SIZES, *KWARGS.get(model, []), *([f"text={made['bert']}"] if "bert" in model else [])]
+    own = arguments.index("--model-kwargs") + 1 if "--model-kwargs" in arguments else 0
+    arguments = [*arguments[:own], *kwargs, *arguments[own:]] if own else [*arguments, "--model-kwargs", *kwargs]
+    heads = required_heads(objective_of(recipe))
+    sets = [each for each in SETS if each.partition(".")[0] in heads]
+    return [*arguments, *SMALL, "--no-report", *(["--set", *sets] if sets else [])]
+
+
+def commands(section: str) -> list[list[str]]:
+    """The page's commands of a section, as arguments, in their order."""
+    start = PAGE.read_text(encoding="utf-8").index(f"\n## {section}\n")
+    end = (PAGE.read_text(encoding="utf-8") + "\n## ").index("\n## ", start + 1)
+    first, last = (PAGE.read_text(encoding="utf-8")[:place].count("\n") for place in (start, end))
+    lines = [line for block in blocks(PAGE, "bash") if first < block.line < last for line in block.text.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("coder-plugin")]
+
+
+@pytest.mark.parametrize(
+    ("sections", "data", "count", "files"),
+    [
+        (["CODER", "COCO"], "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
+        (["AsCL"], "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
+        (["SelfAlign"], "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"]),
+    ],
+)
+def test_the_pages_commands_from_precomp_to_the_tables(
+    sections: list[str],
+    data: str,
+    count: int,
+    files: list[str],
+    made: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """As they stand on the page, one after the other, in a folder with the files that it names."""
+    monkeypatch.chdir(tmp_path)
+    files_of = {"f30k_precomp": made[data], "coco_precomp": made["scan"], "glove.6B.300d.txt": made["glove"]}
+    for name, target in files_of.items():
+        Path(name).symlink_to(target)
+    every = [command for section in sections for command in commands(section)]
+    assert len(every) == count
+    for command in every:
+        capsys.readouterr()
+        assert main(small(command, made)) == 0, command
+        if command[0] == "eval":
+            out = capsys.readouterr().out
+            assert "R@sum" in out and ("ensemble of 2" in out) == (len(command[1:]) > 1 and command[2].startswith("logs/"))
+            assert ("mean of 5 folds" in out) == ("--folds" in command)
+    for name in files:
+        assert Path(name).stat().st_size > 0
+    if sections == ["AsCL"]:
+        assert "V_g = V_g1" in Path("logs/ascl/plan.json").read_text()
+
+
+def test_cameras_command_says_what_files_without_boxes_need(
+    made: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f30k_precomp").symlink_to(made["scan"])
+    assert main(small(commands("SelfAlign")[0], made)) == 2
+    assert "boxes=false" in capsys.readouterr().err
+
+
+def test_ascl_with_a_whole_image_feature(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """The page's command on shards, which have it."""
+    for split in region_data.SPLITS:
+        SHARDS.write(str(tmp_path / "shards"), map(with_whole_image, region_data.records(split)), split=split)
+    train, val, test = (f"{tmp_path / 'shards'}/{split}-*.tar" for split in region_data.SPLITS)
+    command = ["train", "--recipe", "ascl-f30k", "--train-data", train, "--val-data", val]
+    assert main(small([*command, "--logs", str(tmp_path), "--name", "run"], made)) == 0
+    assert "V_g" not in str(json.loads((tmp_path / "run" / "plan.json").read_text()).get("notes"))
     capsys.readouterr()
-    assert main(["eval", str(tmp_path / "run"), "--val-data", test, "--split", "test", *flags]) == 0
+    assert main(["eval", str(tmp_path / "run"), "--val-data", test, "--split", "test", "--rerank", "all"]) == 0
     assert "R@sum" in capsys.readouterr().out
 
 

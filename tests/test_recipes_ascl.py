@@ -101,6 +101,11 @@ def test_the_rate_falls_to_a_tenth_after_10_of_20_epochs(name, rate):
     assert first_rate(name) == pytest.approx(rate / 10)  # of the warm-up
 
 
+@pytest.mark.parametrize(("name", "rate", "after"), [("ascl-f30k-printed", 2e-4, 2e-5), ("ascl-coco-printed", 5e-4, 4.5e-4)])
+def test_the_printed_rates_have_no_warm_up(name, rate, after):
+    assert rates(name) == pytest.approx([rate] * 10 + [after] * 10, rel=1e-9) and first_rate(name) == pytest.approx(rate)
+
+
 def test_the_objective_for_a_clip():
     found = resolved("ascl-clip")
     assert {key: found[key] for key in ("clip", "ascl", "ascl.temperature", "ascl.similarity")} == {

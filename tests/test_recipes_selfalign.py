@@ -10,6 +10,7 @@ import torch
 
 from coder_plugin import create_loss, create_model, recipes, registry
 from coder_plugin.backbones.region_text import Options
+from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
@@ -244,6 +245,22 @@ def test_the_bases_in_numbers():
     assert (vsrn.embed_dim, vsrn.encoder, vsrn.context, vsrn.image_pooling, vsrn.text_pooling) == (
         2048, "bigru", "vsrn", "gru", "last"
     )  # fmt: skip
+
+
+def test_the_parameters_that_selfalign_adds_to_vsrn():
+    """CRA's 25.2 million and the wider GRU's 10.7 are table II's 35.9 (173.6 - 137.7); LCA and the words' layer have 2.7."""
+    numbers = []
+    for name in ("vsrn", "selfalign-vsrn"):
+        recipe = recipes.load(name)
+        given = {key: parse_value(value) for key, value in (each.split("=") for each in recipe.settings["model_kwargs"])}
+        with torch.device("meta"):
+            model = create_model(recipe.settings["model"], loss=recipe.loss, vocabulary=[*SPECIAL, "dog"], **given)
+        heads = dict(model.coder.heads.items())
+        parts = (model.text.rnn, model.text.project, heads.get("contexts"), heads.get("alignment"))
+        numbers.append([sum(each.numel() for each in part.parameters()) / 1e6 if part else 0 for part in (model, *parts)])
+    added = [after - before for before, after in zip(*numbers, strict=True)]
+    assert added == pytest.approx([38.64, 10.74, 0.62, 25.19, 2.10], abs=0.005)
+    assert added[1] + added[3] == pytest.approx(173.6 - 137.7, abs=0.05)
 
 
 def test_the_objective_for_a_clip():

@@ -37,9 +37,9 @@ class Concepts(Scores, KeepsState):
     Requires ``image_pooled`` [B, D], ``text_tokens`` [B, T, C] and bool ``text_mask`` [B, T]. Provides
     ``coder_image_concepts`` and ``coder_text_concepts`` [B, D].
 
-    ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 2). An image's query is its pooled
+    ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 12, 13). An image's query is its pooled
     feature before normalisation; a text's is GPO over the last layer's tokens. Each goes through an encoder, a linear
-    layer and BatchNorm over the batch of all ranks, and attends to Y (eq. 12-14).
+    layer and BatchNorm over the batch of all ranks, and attends to Y (eq. 2, printed again as eq. 14).
 
     Scores as ``S = beta S_instance + (1 - beta) S_concepts`` (docs/equations.md#score).
 
@@ -160,7 +160,7 @@ class Concepts(Scores, KeepsState):
         return {"coder_image_concepts": images, "coder_text_concepts": texts}
 
     def concepts(self) -> Tensor:
-        """Y [g, D]: the concepts after the graph convolution (CODER eq. 2)."""
+        """Y [g, D]: the concepts after the graph convolution (CODER eq. 13)."""
         hidden = self.vectors
         for number, convolution in enumerate(self.convolutions):
             hidden = self.graph @ convolution(hidden)

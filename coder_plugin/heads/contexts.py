@@ -31,7 +31,8 @@ class Guide(nn.Module):
     Args:
         dim: D.
         gate: ``linear``: ``sigmoid(W_g [s, g] + b_g)``, one value per dimension. ``mlp``: two layers and one value, as
-            in the authors' code. With either, CRA and LCA have the paper's 27.3 M parameters at D 2,048.
+            in the authors' code. With either, CRA and LCA together have the 27.3 M parameters at D 2,048 that table IV gives
+            for CRA.
     """
 
     def __init__(self, dim: int, gate: Gate) -> None:

@@ -1,4 +1,4 @@
-"""Diversity-sensitive contrastive loss of the concept embeddings (CODER eq. 2, 14; docs/equations.md#concepts)."""
+"""Diversity-sensitive contrastive loss of the concept embeddings (CODER, below eq. 6; docs/equations.md#concepts)."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class DCLOptions:
 def anchor_losses(
     negatives: Negatives, weights: Tensor, options: DCLOptions, *, has_positive: bool = True
 ) -> Tensor:
-    """The loss of each anchor (CODER eq. 4), the core of ``dcl``, ``m_dcl`` and ``concept_dcl``.
+    """The loss of each anchor (CODER eq. 5; eq. 4 where ``weights`` are 1), the core of ``dcl``, ``m_dcl`` and ``concept_dcl``.
 
     ``mu * log(1 + sum_neg exp((S - gamma) / (mu * div))) - positive_weight * log(1 + S_positive)``
 

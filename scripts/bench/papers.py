@@ -5,9 +5,10 @@
     python scripts/bench/papers.py --device cuda --json papers.jsonl
 
 *Encoding* (SelfAlign, table II): one caption through a text tower and its heads, without and with SelfAlign. The number of
-candidates does not enter, because images and texts are encoded apart. *Scoring* (table III, and table IV's GPU time): one query
-against N vectors, of D for a base and of 3 D with SelfAlign's two context blocks. *Pairs a second* (CODER, figure 4): all pairs
-of 1,000 images and 5,000 captions by one product of vectors, of CODER with its concept block, and by AsCL's fusion.
+candidates does not enter, because images and texts are encoded apart. *Scoring* (table III, and table IV's GPU time): one
+query against N vectors, of D for a base, of 2 D with one context block (#7, #9, #10), and of 3 D with SelfAlign's two.
+*Pairs a second* (CODER, figure 4): all pairs of 1,000 images and 5,000 captions by one product of vectors, of CODER with its
+concept block, and by AsCL's fusion.
 
 BERT has random weights of base's size, so nothing is downloaded; time does not depend on the weights.
 """
@@ -32,7 +33,7 @@ from coder_plugin.heads.fusion import Fusion
 from coder_plugin.recipes import load
 
 CAPTION = "A man in a red shirt rides a bicycle down the street while two dogs run beside him."
-BASES = {"CAMERA": "selfalign-camera", "VSRN": "selfalign-vsrn"}
+BASES = {"CAMERA": "camera", "VSRN": "vsrn"}
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
             steps = {name: step(make()) for name, (make, step) in encoders(base, Path(folder), options).items()}
             results.compare(f"encoding a caption, {base}", timed(steps, options), peer=base)
         dim = 64 if small else 2048
-        vectors = {f"D {width}": draw(options.candidates, width, options) for width in (dim, 3 * dim)}
+        vectors = {f"D {width}": draw(options.candidates, width, options) for width in (dim, 2 * dim, 3 * dim)}
         steps = {name: scoring(rows) for name, rows in vectors.items()}
         results.compare(f"scoring {options.candidates:,} candidates", timed(steps, options), peer=f"D {dim}")
         vectors.clear()
@@ -65,25 +66,25 @@ def encoders(
     base: str, folder: Path, options: argparse.Namespace
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Step]]]:
     """Models of the base alone and with SelfAlign, and what encodes a caption with one."""
-    settings = load(BASES[base])
-    kwargs: dict[str, Any] = dict(pair.split("=") for pair in settings.settings.get("model_kwargs", ()))
-    kwargs = {name: value == "true" for name, value in kwargs.items()}
+    sizes: dict[str, Any] = {"vocabulary": [*SPECIAL, *dict.fromkeys(CAPTION.lower().replace(".", "").split())]}
     if base == "CAMERA":
-        kwargs |= {"text": bert(folder, options.small), "pretrained_text": False}
-    else:
-        kwargs |= {"vocabulary": [*SPECIAL, *dict.fromkeys(CAPTION.lower().replace(".", "").split())]}
-    kwargs |= {"embed_dim": 64, "region_dim": 32, **({"heads": 4} if base == "CAMERA" else {})} if options.small else {}
+        sizes = {"text": bert(folder, options.small), "pretrained_text": False}
+    sizes |= {"embed_dim": 64, "region_dim": 32, **({"heads": 4} if base == "CAMERA" else {})} if options.small else {}
 
-    def make(loss: str) -> Callable[[], Any]:
-        return lambda: coder_plugin.create_model(settings.settings["model"], loss=loss, **kwargs).eval().to(options.device)
+    def make(recipe: str, loss: str) -> Callable[[], Any]:
+        settings = load(recipe).settings
+        kwargs: dict[str, Any] = dict(pair.split("=") for pair in settings.get("model_kwargs", ()))
+        kwargs = {name: value == "true" for name, value in kwargs.items()} | sizes
+        return lambda: coder_plugin.create_model(settings["model"], loss=loss, **kwargs).eval().to(options.device)
 
     def step(model: Any) -> Step:
         tokens = model.tokenizer()([CAPTION]).to(options.device)
         parameters = sum(each.numel() for each in model.parameters()) / 1e6
-        print(f"{model.name}, {', '.join(model.coder.heads) or 'no heads'}: {parameters:.1f} M parameters")
+        print(f"{model.name}, {', '.join(model.coder.heads) or 'no heads'}: {parameters:.2f} M parameters")
         return lambda: model.embed_text(tokens)
 
-    return {base: (make("triplet"), step), f"{base} + SelfAlign": (make("lca + cra"), step)}
+    recipe = BASES[base]
+    return {base: (make(recipe, "triplet"), step), f"{base} + SelfAlign": (make(f"selfalign-{recipe}", "lca + cra"), step)}
 
 
 def bert(folder: Path, small: bool) -> str:

@@ -95,8 +95,8 @@ class ModelConfig:
 
     name: str = option(
         "coder-tiny", "open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
-        "transformers:OWNER/NAME), or region-bert and the like; required with --train-data [scenes: coder-tiny]", flag="model",
-        uses=("opening",), common=True
+        "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [scenes: coder-tiny]",
+        flag="model", uses=("opening",), common=True
     )
     kwargs: list[str] = option(
         [], "options of a region model, OPTION=VALUE, such as text=FOLDER embed_dim=512", flag="model_kwargs",
@@ -170,7 +170,9 @@ class DataConfig:
         "pipe:COMMAND), a folder of img2dataset or precomp, or of Hugging Face: hf:OWNER/NAME, .parquet files, a saved folder "
         "[the built-in scenes]", flag="train_data", metavar="DATA", common=True
     )
-    val: str | None = option(None, "validation data, in the same forms", flag="val_data", metavar="DATA", common=True)
+    val: str | None = option(
+        None, "validation data, of any kind that --train-data of train takes", flag="val_data", metavar="DATA", common=True
+    )
     dataset_type: str = option(
         "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
         "plugin's", uses=("reading",)
@@ -301,13 +303,13 @@ class EvalConfig:
     """When and how a model is evaluated."""
 
     val_frequency: int = option(1, "evaluate every n epochs, and at the end; 0: never", at_least=0)
-    val_before: bool = option(False, "evaluate before the first step too where the weights are random; trained ones always are")
+    val_before: bool = option(False, "also evaluate random weights before the first step; trained weights always are evaluated")
     rerank: str | None = option(
         None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]", metavar="K"
     )
     zeroshot: str | None = option(
-        None, "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training "
-        "costs elsewhere", metavar="FOLDER", common=True
+        None, "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before and during training, to "
+        "see what training costs elsewhere", metavar="FOLDER", common=True
     )
     zeroshot_frequency: int = option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1, listed=True)
     classnames: str | None = option(
@@ -351,8 +353,8 @@ class RunConfig:
     wandb_project_name: str = option("coder-plugin", "project of the trackers that collect runs in projects", listed=True)
     seed: int = option(0, "seed of weights, data order and augmentation", common=True)
     rank_timeout: float = option(
-        3600.0, "of several processes: end the run when one does nothing for so many seconds; more than the longest "
-        "evaluation takes", at_least=1
+        3600.0, "with several processes: end the run when one makes no progress for so many seconds; must exceed the longest "
+        "evaluation", at_least=1
     )
     dry_run: bool = option(False, "print the plan of the run, write nothing, and stop", common=True)
 

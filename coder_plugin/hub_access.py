@@ -58,7 +58,7 @@ def loading(failure: str, downloads: Mapping[str, str]) -> Iterator[None]:
             except Exception as error:  # open_clip, timm, transformers and the hub raise many types
                 if downloads and is_offline() and is_download_error(error):
                     raise CoderError(
-                        f"{failure}: {' and '.join(downloads)} would have to be downloaded, and the Hugging Face Hub cannot be "
+                        f"{failure}: {' and '.join(downloads)} must be downloaded, and the Hugging Face Hub cannot be "
                         "reached: download where there is a network (hf download OWNER/NAME --local-dir FOLDER), and name "
                         f"the copy: {' and '.join(downloads.values())}"
                     ) from error

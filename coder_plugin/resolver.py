@@ -206,9 +206,9 @@ class _Resolver:
         if spec.source:
             if _BACKBONE_ONLY & keys.keys():
                 raise CoderError(
-                    f"{spec.name}@{spec.source}: hard negatives, the momentum banks and the generated texts have only the "
-                    f"backbone's own features, not those of {spec.source!r}; use a term that reads nothing else, such as "
-                    f"dcl@{spec.source}"
+                    f"{spec.name}@{spec.source}: hard negatives, momentum banks and generated texts have the backbone's own "
+                    f"features only, not those of {spec.source!r}: leave out @{spec.source}, or take dcl@{spec.source} without "
+                    f"hard negatives"
                 )
             pair = self.head(spec.source).feature_keys
             if pair is None:

@@ -63,7 +63,12 @@ def _import(module: str, name: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings call doctests ``Example:``, griffe ``Examples:``; a bound such as ``n: >= 1`` is no quotation."""
+    """Docstrings call doctests ``Example:``, griffe ``Examples:``; a bound such as ``n: >= 1`` is not a quotation."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Show the default of an option, without its help text."""
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "option":
+            attr.value = attr.value.arguments[0]
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

@@ -171,5 +171,5 @@ def check_folder(folder: str, what: str, *, command: str) -> None:
         raise CoderError(f"{folder} is a file: give the folder of {what}")
     beside = sorted(each.name for each in path.absolute().parent.glob("*/")) if path.absolute().parent.is_dir() else []
     hint = did_you_mean(path.name, beside, folder=os.path.dirname(folder.rstrip(os.sep)))
-    hint = hint or f": give that of {what}, which {command} makes"
+    hint = hint or f": give the folder of {what}, which {command} makes"
     raise CoderError(f"{folder}: no such folder{hint}")

@@ -32,10 +32,10 @@ class Command:
         None, "rows with options of their own, a TOML file (docs/compare.md); else --loss, once for each row",
         metavar="PLAN.toml", positional=True
     )
-    loss: list[str] = option([], "a row: what to minimise [clip and dcl]", metavar="EXPRESSION")
+    loss: list[str] = option([], "losses to compare, a row of the result for each [clip and dcl]", metavar="EXPRESSION")
     lr: list[float] = option([], "learning rates; each row takes its best [the recipe's or train's]", metavar="X")
     seeds: int | None = option(None, "runs of each row at its chosen settings [3]", at_least=1)
-    peer: list[str] = option([], "rows of which the best is compared with [the first row]", metavar="ROW")
+    peer: list[str] = option([], "compare with the best of these rows [the first row]", metavar="ROW")
     trust_plan: bool = option(
         False, "let PLAN.toml run commands and Python files, and fetch models and data: read it first"
     )
@@ -49,8 +49,8 @@ class Command:
         None, "keep within so much time, such as 2h or 90min: fewer seeds first, then fewer rates", metavar="TIME"
     )
     print_commands: bool = option(
-        False, "print the train commands that come next, for SLURM or another scheduler, and stop; when their runs are "
-        "finished, the same again, until none is left, and then without this flag"
+        False, "print the train commands to run next, for SLURM or another scheduler, and stop. Repeat when they have ended, "
+        "until none is left; then run without this flag"
     )
 
 

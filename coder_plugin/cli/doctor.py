@@ -20,7 +20,7 @@ class Command:
     folder: list[str] = option(
         [], "folder of a run or an export; or hf-hub:OWNER/NAME, if it is cached", metavar="FOLDER", positional=True
     )
-    samples: int = option(256, "images to decode of a split with more than 10,000")
+    samples: int = option(256, "images to decode, of a split with more than 10,000")
     all: bool = option(False, "decode every image and read all data")
     strict: bool = option(False, "exit with status 1 for a warning, too")
     json: str | None = option(None, "write the findings to FILE ('-': standard output)", metavar="FILE")
@@ -38,8 +38,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check installation, data, objective or a trained run, and say what to do",
-        description="Check the installation; with data, a model or an objective named as for train, these too; with a folder, "
-        "the run or export in it. Nothing is downloaded or written. Status 1 where there is a problem.",
+        description="Check the installation. With options of train, such as --train-data, --model or --loss, check these "
+        "too; with FOLDER, check the run or export in it. Nothing is downloaded or written. Status 1 if there is a problem.",
     )
     add_command(parser, Command)
     add_flags(parser, only=flags())

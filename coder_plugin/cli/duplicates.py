@@ -56,7 +56,7 @@ def run(arguments: Command) -> int:
     for flag in ("html", "keys_file"):
         path = getattr(arguments, flag)
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise CoderError(f"--{flag.replace('_', '-')} {path}: there is no folder {Path(path).parent}")
+            raise CoderError(f"--{flag.replace('_', '-')} {path}: the folder {Path(path).parent} does not exist")
     echo(duplicates_command(arguments))
     return 0
 

@@ -22,7 +22,7 @@ class Command(EncodingFlags):
     """The flags of ``coder-plugin embed``."""
 
     data: str = option(MISSING, "a folder of pictures, shards, a .csv, .json, scenes …", metavar="DATA")
-    dtype: str = option("float32", "of the vectors", choices=("float32", "float16"))
+    dtype: str = option("float32", "type of the vectors", choices=("float32", "float16"))
     tokens: bool = option(
         False, "also write the tokens that the model's fusion head re-ranks by; implied by --reranker"
     )
@@ -30,7 +30,7 @@ class Command(EncodingFlags):
         [], "further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
         metavar="NAME[:TYPE]"
     )
-    rows_per_file: int = option(4096, "images of a file where the data are not in shards", at_least=1)
+    rows_per_file: int = option(4096, "images in each file, for data that are not in shards", at_least=1)
     task_index: int | None = option(None, "number of this task, from 0 [in a SLURM array, its own]")
     task_count: int | None = option(None, "number of tasks [in a SLURM array, its own]")
 

@@ -64,7 +64,7 @@ class IndexFlags:
 
     index: str = option(MISSING, "a folder written by coder-plugin index", metavar="INDEX", positional=True)
     search_parameters: str | None = option(None, "FAISS search parameters, such as nprobe=16 or efSearch=64", metavar="P")
-    gpu: bool = option(True, "compute on a GPU if there is one, and FAISS has it")
+    gpu: bool = option(True, "search on a GPU, if FAISS sees one")
     verify: bool = option(False, "verify the files' checksums first")
 
 
@@ -95,7 +95,7 @@ def check_encoding(arguments: EncodingFlags, options: Mapping[str, Any]) -> None
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
     if arguments.run_folder is None and "model" not in options:
-        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+        raise CoderError("name the encoding model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     check_output(arguments.output)
     assert arguments.data is not None
     kind = "pictures" if os.path.isdir(arguments.data) else options.get("dataset_type", "auto")

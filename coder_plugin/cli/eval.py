@@ -29,7 +29,8 @@ class Command(ExportFlag, RerankerFlag):
     )
     folds: int = option(0, "also report the mean over N folds (COCO 1K: 5)")
     beta: list[float] = option(
-        [], "weights of the instance score against the concept score, instead of the trained one: a row for each", metavar="B"
+        [], "weights of CODER's instance score, instead of the trained one: a row for each; the concept score has 1 - B",
+        metavar="B"
     )
     context_weight: list[float] = option(
         [], "weights of SelfAlign's context score, instead of the trained one: a row for each; 0 leaves it out (one run only, "
@@ -103,12 +104,12 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
         check_model(folder)
     check_options(options, reads=["val_data" if "val_data" in options else "train_data", "image_root"])
     if not arguments.run_folder and "model" not in options:
-        raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+        raise CoderError("name the model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     for flag in ("cxc", "zeroshot", "classnames"):
         if vars(arguments)[flag] is not None:
             check_exists(vars(arguments)[flag], flag=f"--{flag}")
     if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
-        raise CoderError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
+        raise CoderError(f"--json {arguments.json}: the folder {Path(arguments.json).parent} does not exist")
     results = evaluate_command(arguments, options)
     if not results:
         return 0  # another rank prints

@@ -24,7 +24,7 @@ _TITLES = {
 #: What options mean to commands that do not train.
 _WITHOUT_TRAINING = {
     "model": "in place of RUN: an open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
-    "transformers:OWNER/NAME), or region-bert and the like",
+    "transformers:OWNER/NAME), or a region model such as region-bert",
     "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
     "batch_size": "images, or captions, per forward pass [the run's, else 64]",
     "workers": "data loading processes [the run's, else 2]",

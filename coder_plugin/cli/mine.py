@@ -52,16 +52,16 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     check_options(options, reads=["image_root"])
     check_output(arguments.output)
     if arguments.html is not None and not Path(arguments.html).absolute().parent.is_dir():
-        raise CoderError(f"--html {arguments.html}: there is no folder {Path(arguments.html).parent}")
+        raise CoderError(f"--html {arguments.html}: the folder {Path(arguments.html).parent} does not exist")
     if arguments.data is not None:
         check_data(arguments.data, flag="--data", kind=options.get("dataset_type", "auto"))
     is_run = (Path(arguments.run_folder or "") / "config.json").is_file()
     if not _names_model(arguments, options):
         if arguments.index is None:
-            raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model; or give its --index")
+            raise CoderError("name the model: a run's or export's folder, hf-hub:OWNER/NAME, or --model; or give its --index")
         check_folder(arguments.index, "an index", command="coder-plugin index")
     elif arguments.data is None and not is_run and not _has_index(arguments):
-        raise CoderError("say which images and captions: --data, the training set (a run's folder names its own)")
+        raise CoderError("name the training set with --data (a run's folder names its own)")
     if summary := mine_command(arguments, options, mining):
         echo(summary)
     return 0

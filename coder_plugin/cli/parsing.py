@@ -41,7 +41,7 @@ _ELSEWHERE = {
 }
 #: What other tools have an option for, and how it is done here.
 _ADVICE = {
-    "--device": "a GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, and an empty one leaves the CPU",
+    "--device": "a GPU is used where there is one; CUDA_VISIBLE_DEVICES=N chooses it, an empty CUDA_VISIBLE_DEVICES= the CPU",
 }
 
 
@@ -127,6 +127,8 @@ class CommandParser(argparse.ArgumentParser):
         if not first.startswith("-"):
             hint = f"; did you mean --text {shlex.join(unknown)}?" if "--text" in flags else ""
             self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option{hint}")
+        if first in flags:
+            self.error(f"unknown option {first} before the command: write {self.prog} {first} VALUE")
         name = first.lower().replace("_", "-")
         for action in self._actions:
             if name[2:].replace("-", "_") in getattr(action, "names", ()):

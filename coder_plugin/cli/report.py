@@ -28,8 +28,8 @@ class Command(ExportFlag):
         None, "the file to write [RUN/report.html; of several, comparison.html beside the first]", metavar="FILE"
     )
     images: int | None = option(
-        None, "number of queries of each kind, and of sample images [6]; of several runs, opens their models to show queries "
-        "and maps side by side [no models]"
+        None, "number of queries of each kind, and of sample images [6]. With several: show queries and maps side by side, "
+        "for which their models are opened [not shown]"
     )  # fmt: skip
     split: str | None = option(None, "split of Karpathy files, precomp folders and scenes [val]")
 

@@ -66,7 +66,7 @@ def search_command(arguments: Command) -> str:
 
     page = None if arguments.html is None else Path(arguments.html)
     if page is not None and not page.parent.is_dir():
-        raise CoderError(f"--html {page}: there is no folder {page.parent}")
+        raise CoderError(f"--html {page}: the folder {page.parent} does not exist")
     searcher = open_searcher(
         arguments.index,
         model=arguments.model_folder,

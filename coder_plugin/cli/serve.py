@@ -25,7 +25,7 @@ class Command(SearchFlags):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine")
     port: int = option(8000, "port to listen at; 0: any free one")
     data: list[str] | None = option(
-        None, "folders in which the pictures' own files may be opened [where the index says its data were]", metavar="FOLDER"
+        None, "folders whose pictures may be shown in full size [those that the index was built from]", metavar="FOLDER"
     )
     allow_host: list[str] = option([], "further names that this server is reached by, such as that of a reverse proxy")
     max_requests: int = option(128, "requests answered at once", at_least=1, common=False)

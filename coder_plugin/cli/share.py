@@ -30,7 +30,7 @@ class Command(ExportFlag):
 
     def __post_init__(self) -> None:
         if (self.to is None) == (self.repo is None):
-            raise CoderError("say where to, once: --to FOLDER or --repo OWNER/NAME")
+            raise CoderError("give one destination: --to FOLDER or --repo OWNER/NAME")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

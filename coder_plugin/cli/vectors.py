@@ -21,7 +21,7 @@ class Command:
     index: str = option(MISSING, "a folder written by coder-plugin index or embed", metavar="INDEX", positional=True)
     to: str = option(MISSING, "parquet or numpy; vector stores read Parquet", metavar="FORM")
     output: str = option(MISSING, "a folder to make", metavar="DIR")
-    what: str = option("images", "of numpy: which vectors", choices=("images", "captions", "both"))
+    what: str = option("images", "with --to numpy: which vectors", choices=("images", "captions", "both"))
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

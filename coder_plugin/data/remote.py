@@ -114,7 +114,7 @@ def _filesystem(shard: str) -> Any:
 
 
 def _failed(status: int) -> OSError:
-    return OSError(f"the command that gives it ended with status {status}")
+    return OSError(f"the command that reads it ended with status {status}")
 
 
 def _end(file: Any) -> int:

@@ -90,13 +90,13 @@ def _image_numbers(names: Sequence[_Names], benchmark: Benchmark) -> list[int]:
     kinds = zip(*([_number(name) for name in (each.key, *each.others)] for each in names), strict=False)
     best = max(kinds, key=lambda numbers: sum(number in images for number in numbers), default=())
     numbers = [number for number in best if number in images]
-    split = f"{benchmark.name} is of COCO's Karpathy test split"
+    split = f"{benchmark.name} needs COCO's Karpathy test split"
     if not numbers:
         example = f", such as {names[0].key!r}" if names else ""
-        raise CoderError(f"{split}, and none of the {len(names)} images{example} has an id of it: {_HINT}")
+        raise CoderError(f"{split}, and none of the {len(names)} images{example} has one of its ids: {_HINT}")
     others = [each.key for number, each in zip(best, names, strict=True) if number not in images]
     if others:
-        raise CoderError(f"{split}, and {len(others)} of {len(names)} images are not, the first: {others[0]!r}: {_HINT}")
+        raise CoderError(f"{split}; {len(others)} of {len(names)} images are not in it, such as {others[0]!r}: {_HINT}")
     if len(numbers) != len(images) or len(set(numbers)) != len(images):
         raise CoderError(f"{split} of {len(images):,} images, and the data have {len(set(numbers)):,} of them: {_HINT}")
     return numbers  # type: ignore[return-value]
@@ -118,7 +118,7 @@ def of_encoded(
     """
     absent = len(numbers) - len(image_ids)
     if absent:
-        raise CoderError(f"{name} is of {len(numbers):,} images, and {absent} of them could not be read")
+        raise CoderError(f"{name} needs all of its {len(numbers):,} images, and {absent} of them could not be read")
     images = [numbers[image_id][0] for image_id in image_ids.tolist()]
     nth = [0] * len(images)
     captions, texts = [], []
@@ -154,8 +154,8 @@ def _check(images: Sequence[int], captions: Sequence[Sequence[int | None]], benc
     pairs = [(each, image) for image, numbers in zip(images, captions, strict=True) for each in numbers if each is not None]
     wrong = [number for number, image in pairs if number in owners and owners[number] != image]
     if wrong:
-        raise CoderError(f"{len(wrong)} captions are other images' by COCO's numbers, the first: {wrong[0]}: {_HINT}")
+        raise CoderError(f"{len(wrong)} captions belong to other images by COCO's numbers, such as {wrong[0]}: {_HINT}")
     present = [number for number, _ in pairs if number in owners]
     if len(set(present)) != len(owners) or len(present) != len(set(present)):
         counts = f"{len(owners):,} captions, and the data have {len(set(present)):,} of them"
-        raise CoderError(f"{benchmark.name} is of {counts} by COCO's numbers, in {len(present):,} captions: {_HINT}")
+        raise CoderError(f"{benchmark.name} needs {counts} by COCO's numbers, in {len(present):,} captions: {_HINT}")

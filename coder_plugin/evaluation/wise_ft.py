@@ -167,7 +167,7 @@ class Interpolation:
         different += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
         if different:
             raise CoderError(
-                f"--wise-ft: the model before fine-tuning is of another architecture: {len(different)} weights differ in name "
+                f"--wise-ft: the model before fine-tuning has another architecture: {len(different)} weights differ in name "
                 f"or shape, such as {different[0]}"
             )
         self.model, self.base = model, base

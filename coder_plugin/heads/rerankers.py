@@ -30,7 +30,7 @@ def parse_reranker(text: str) -> Item:
     expression = Expression.parse(text, kind=_FLAG, item="the name of a re-ranker")
     item, *others = expression.items
     if others or item.weight is not None or item.source is not None:
-        raise CoderError(f"{_FLAG} {text!r}: one re-ranker is meant, as NAME or NAME(option=value)")
+        raise CoderError(f"{_FLAG} {text!r}: expected one re-ranker, NAME or NAME(option=value)")
     if item.name not in (names := registry.names("rerankers")):
         hint = did_you_mean(item.name, names) or ";"
         raise CoderError(f"{_FLAG} {item.name!r} is unknown{hint} known: {', '.join(names)}")

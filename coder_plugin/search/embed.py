@@ -253,7 +253,7 @@ def _columns(records: Sequence[Record], columns: Mapping[str, str]) -> dict[str,
             typed = as_type(value, kind)
             if typed is None and value not in (None, "") and name not in _warned:
                 _warned.add(name)
-                log.warning("column %s: %r of %r is no %s; such values are left out", name, str(value)[:60], record.key, kind)
+                log.warning("column %s: %r of %r is not %s; such values are left out", name, str(value)[:60], record.key, kind)
             values[name].append(typed)
     return values
 

@@ -42,25 +42,25 @@ class MiningOptions:
         (True, 0.05)
     """
 
-    num_negatives: int = option(5, "negatives of an image, at most", at_least=1, group=_NEGATIVES)
+    num_negatives: int = option(5, "the most negatives for one image", at_least=1, group=_NEGATIVES)
     range_min: int = option(
-        0, "leave out the first N captions of other images, by score", at_least=0, group=_NEGATIVES
+        0, "skip the N captions of other images with the highest scores", at_least=0, group=_NEGATIVES
     )
-    range_max: int = option(1000, "look at the first N captions of other images, by score", group=_NEGATIVES)
+    range_max: int = option(1000, "look no further than the N captions with the highest scores", group=_NEGATIVES)
     relative_margin: float | None = option(
-        None, "a negative's score is below the positive's by this fraction of it [0.05; none with --absolute-margin]; below "
-        "0: it may be above", group=_NEGATIVES
+        None, "a negative must score lower than the positive by this fraction of the positive's score [0.05; none with "
+        "--absolute-margin]; a number below 0 lets it score higher", group=_NEGATIVES
     )
-    absolute_margin: float | None = option(None, "a negative's score is below the positive's by X", group=_NEGATIVES)
+    absolute_margin: float | None = option(None, "a negative must score lower than the positive by X", group=_NEGATIVES)
     margin_from: str = option(
-        "max", "which of an image's captions is the positive: that of the highest score or of the lowest",
+        "max", "the positive is the image's caption with the highest score (max) or with the lowest (min)",
         choices=("max", "min"), group=_NEGATIVES
     )
     max_similarity: float = option(
-        0.9, "a negative's cosine with each caption of the image is below X, by text vectors", group=_NEGATIVES
+        0.9, "leave out captions whose text vector has a cosine of X or more with one of the image's captions", group=_NEGATIVES
     )
     sampling_strategy: str = option(
-        "top", "of the captions that pass, take those of the highest scores, or draw", choices=("top", "random"),
+        "top", "of the captions that pass, take the highest scores (top), or draw (random)", choices=("top", "random"),
         group=_NEGATIVES
     )
     seed: int = option(0, "seed of random sampling [0]", at_least=0, group=_NEGATIVES)
@@ -99,4 +99,4 @@ def check_output(path: str | Path) -> None:
         except (OSError, ValueError):
             first = ""
         if first.rstrip("\n") != "\t".join(COLUMNS):
-            raise CoderError(f"--output {path} exists and is no table of negatives: choose another name, or remove it")
+            raise CoderError(f"--output {path} exists and is not a table of negatives: choose another name, or remove it")

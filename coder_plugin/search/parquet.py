@@ -234,9 +234,9 @@ def read_npy(content: bytes) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except (EOFError, MemoryError, OverflowError, SyntaxError, TypeError) as error:
-        raise ValueError(f"it is no array: {type(error).__name__}") from error
+        raise ValueError(f"it is not an array: {type(error).__name__}") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf" or array.nbytes > len(content):
-        raise ValueError("it is no array of numbers")
+        raise ValueError("it is not an array of numbers")
     return array
 
 

@@ -124,7 +124,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
+                raise CoderError(f"{callback!r} is not a callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
         set_max_pixels(data.max_image_pixels)  # also of pictures in data that are passed
         self.accelerator = make_accelerator(config)
@@ -504,7 +504,7 @@ class Trainer:
                 classes = [NAMES[code] for code in head.tag_classes()]
                 if classes and not any(tagged[each] for each in classes):
                     logging.warning(
-                        "no token is of a %s: the head %r has no word to read (does --tagger suit these captions?)",
+                        "no token belongs to a %s: the head %r has no word to read (does --tagger suit these captions?)",
                         " or ".join(classes),
                         name,
                     )

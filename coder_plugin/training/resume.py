@@ -195,7 +195,7 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
     try:
         trainer.model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
+        raise CoderError(f"the checkpoint belongs to another model: {str(error)[:300]}") from error
 
 
 @reading("the checkpoint")

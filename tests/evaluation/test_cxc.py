@@ -110,5 +110,5 @@ def test_the_numbers_in_cocos_own_file(ratings: cxc.CxC, tmp_path: Path) -> None
 def test_other_data_are_refused(ratings: cxc.CxC) -> None:
     from coder_plugin.data.scenes import open_scenes
 
-    with pytest.raises(CoderError, match="CxC is of COCO's Karpathy test split, and none of the 3 images"):
+    with pytest.raises(CoderError, match="CxC needs COCO's Karpathy test split, and none of the 3 images"):
         coco.coco_numbers(open_scenes("val", count=3), ratings.benchmark)

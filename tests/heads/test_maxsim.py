@@ -76,8 +76,8 @@ def test_a_clip_gives_its_words_and_patches():
     "text, message",
     [
         ("maxsin", "--reranker 'maxsin' is unknown; did you mean 'maxsim'"),
-        ("maxsim + maxsim", "one re-ranker is meant"),
-        ("2*maxsim", "one re-ranker is meant"),
+        ("maxsim + maxsim", "expected one re-ranker"),
+        ("2*maxsim", "expected one re-ranker"),
         ("maxsim(", "is missing"),
         ("maxsim(direction=up)", r"--reranker maxsim\(direction=up\): .* must be text or image or both"),
         ("maxsim(k=3)", "'maxsim' has no option 'k'; it has: direction, reduction, local_weight"),

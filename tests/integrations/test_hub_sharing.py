@@ -142,7 +142,7 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
     assert shared.fingerprint() == open_pretrained(runs["bert"], export="last", device="cpu").fingerprint()
     assert main(["share", str(runs["coder"]), "--to", str(tmp_path / "x"), "--private"]) == 2
     assert "--private applies to a repository" in capsys.readouterr().err
-    assert main(["share", str(runs["coder"])]) == 2 and "say where to" in capsys.readouterr().err
+    assert main(["share", str(runs["coder"])]) == 2 and "give one destination" in capsys.readouterr().err
 
 
 def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: Path) -> None:

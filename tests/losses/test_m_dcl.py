@@ -467,7 +467,7 @@ def test_silent_until_the_bank_is_warm() -> None:
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ("m_dcl@concepts", "the momentum banks and the generated texts have only the backbone's own features"),
+        ("m_dcl@concepts", "momentum banks and generated texts have the backbone's own features only"),
         ("m_dcl(warmup=-1)", "warmup must be >= 0"),
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],

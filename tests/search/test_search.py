@@ -155,7 +155,7 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
         (["--text", "x", "--rerank=-1"], "must be a number of candidates, or all, got '-1'"),
         (["--key", "nobody"], "has no image 'nobody'"),
         (["--image", "nowhere.png"], "--image nowhere.png: no such file or folder"),
-        (["--text", "x", "--html", "nowhere/page.html"], "--html nowhere/page.html: there is no folder nowhere"),
+        (["--text", "x", "--html", "nowhere/page.html"], "--html nowhere/page.html: the folder nowhere does not exist"),
         (["--text", "x", "--search-parameters", "nprobe=x"], "is not valid for this index"),
     ],
 )

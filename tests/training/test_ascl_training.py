@@ -120,7 +120,7 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
         (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
         (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),
         (["--loss", FUSED, "--set", "fusion.heads=3"], "heads must divide the joint dimension 16"),
-        (["--loss", "ascl@concepts"], "generated texts have only the backbone's own features, not those of 'concepts'"),
+        (["--loss", "ascl@concepts"], "generated texts have the backbone's own features only, not those of 'concepts'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, more, message):  # noqa: F811

@@ -432,7 +432,7 @@ MISTAKES = {
     "vocabulary for nothing": (["--loss", "dcl", "--concepts", "{csv}"], "no term of --loss \"dcl\" reads"),
     "banks of other features": (
         ["--loss", "m_dcl@concepts"],
-        "the momentum banks and the generated texts have only the backbone's own features",
+        "momentum banks and generated texts have the backbone's own features only",
     ),
 }
 

@@ -46,9 +46,10 @@ def main() -> None:
         waits = step.synchronisations()
         times = measure({"step": step}, options.device, options.steps, warm_up=3, limit=options.limit)["step"]
         seconds = sorted(times)[len(times) // 2]
+        print(f"a step: {1e3 * seconds:.2f} ms ({len(times)} repetitions)", flush=True)
         fed = step.fed(options.steps) / options.steps
     total = EPOCHS * (IMAGES * CAPTIONS // options.batch_size)
-    print(f"a step: {1e3 * seconds:.2f} ms; fed by the loader ({options.workers} workers): {1e3 * fed:.2f} ms")
+    print(f"fed by the loader ({options.workers} workers): {1e3 * fed:.2f} ms")
     print(f"{total:,} steps: {seconds * total / 3600:.2f} h, fed {fed * total / 3600:.2f} h")
     if waits is not None:
         print(f"the host waits {sum(waits.values())} times in a step: {waits}")

@@ -72,6 +72,20 @@ def test_the_copy_averages_what_is_trained_and_takes_over_the_rest(model):
     assert mask.isinf().any() and not mask.isnan().any()
 
 
+def test_batch_norms_statistics_are_those_of_the_model():
+    """Also where the model has other tensors than at the step before."""
+    model = coder_plugin.create_model("coder-tiny", loss=RECIPE).train()
+    norms = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+    assert norms
+    for _ in range(2):
+        for module in model.visual.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean = torch.randn_like(module.running_mean)
+        model.coder.post_step()
+        online, own = dict(model.named_buffers()), dict(tower(model).model.named_buffers())
+        assert all(torch.equal(own[name], online[name]) for name in norms)
+
+
 def same_storage(model: nn.Module) -> dict[str, bool]:
     online = dict(model.named_parameters(remove_duplicate=False))
     return {name: average is online[name] for name, average in tower(model).model.named_parameters()}

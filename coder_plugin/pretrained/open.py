@@ -356,7 +356,7 @@ def _resolve(
         batch_size=config.optim.batch_size,
         workers=config.data.workers,
         max_bad_samples=config.data.max_bad_samples,
-        channels_last=config.model.channels_last,
+        channels_last=bool(config.model.channels_last),
     )
     return replace(config.model, pretrained=weights_named(config.model.pretrained)), inference, objective
 

@@ -29,7 +29,7 @@ def test_the_tower_alone_encodes_as_the_whole_model_and_has_its_fingerprint(tiny
     for parameter in model.parameters():
         if parameter.ndim == 1:  # LayerNorm and biases start where an error would not show
             torch.nn.init.normal_(parameter, 1.0, 0.3)
-    export_model(model.eval(), tmp_path)
+    export_model((model if options else model.half()).eval(), tmp_path)  # weights of both types are computed with in float32
     whole, tower = open_pretrained(tmp_path, device="cpu"), open_pretrained(tmp_path, device="cpu", texts_only=True)
     assert isinstance(tower.model, TextTower) and not isinstance(whole.model, TextTower)
     assert tower.tokenizer(TEXTS).equal(whole.tokenizer(TEXTS))

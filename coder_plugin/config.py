@@ -140,7 +140,9 @@ class ModelConfig:
     aug_cfg: list[str] = option([], "open_clip's augmentation options, OPTION=VALUE", metavar="OPTION=VALUE")
     cache_dir: str | None = option(None, "folder for open_clip's downloads", listed=True, uses=("opening",))
     grad_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory", common=True)
-    channels_last: bool = option(False, "keep images channels-last, which is faster for convolutional towers")
+    channels_last: bool | None = option(
+        None, "keep images channels-last, which is faster for convolutional towers [no; scenes: yes]"
+    )
     torchcompile: bool = option(False, "compile the model and the loss with torch.compile", listed=True)
     aggregator: str = option(
         "tower", "the features of an image or a text: the towers' own, GPO over their tokens, or GPO with the decoder that "
@@ -422,7 +424,9 @@ SUBJECTS: dict[str, type] = {
 }
 
 #: Defaults of training on the built-in scenes.
-SCENES_DEFAULTS: Mapping[str, Any] = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
+SCENES_DEFAULTS: Mapping[str, Any] = {
+    "model": "coder-tiny", "batch_size": 64, "epochs": 4, "lr": 1e-3, "channels_last": True
+}
 
 #: Lists of OPTION=VALUE, which later layers change option by option.
 _KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")

@@ -78,8 +78,6 @@ def check_config(config: Any, where: str | Path) -> dict[str, Any]:
     Raises:
         CoderError: not such a configuration, or one that could run code, fetch, or take all memory; names the key.
     """
-    import timm
-
     if not isinstance(config, Mapping):
         raise CoderError(f"{where}: a model's configuration is an object, not {_short(config)}")
     if missing := {"embed_dim", "vision_cfg", "text_cfg"} - config.keys():
@@ -93,6 +91,8 @@ def check_config(config: Any, where: str | Path) -> dict[str, Any]:
             if isinstance(value, Mapping) and (other := sorted(value.keys() - _PASSED_ON)):
                 raise CoderError(f"{where}: {name}.{key}.{other[0]} is not an option that is passed on; remove it")
             if key == "timm_model_name" and value is not None:
+                import timm
+
                 if not (isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) and timm.is_model(value)):
                     raise CoderError(f"{where}: {name}.{key} is {_short(value)}, which is not a model of the installed timm")
     return dict(config)

@@ -41,7 +41,7 @@ def resolve_config(
     Example:
         >>> config = resolve_config({"epochs": 2})
         >>> config.model.name, config.optim.epochs, config.optim.batch_size
-        ('coder-tiny', 2, 128)
+        ('coder-tiny', 2, 64)
         >>> config.origins["epochs"], config.origins["batch_size"]
         ('flag', 'scenes')
     """

@@ -156,7 +156,7 @@ def tsne(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray:
 
     perplexity = min(30.0, (len(vectors) - 1) / 3)
     start = "pca" if vectors.shape[1] > 1 else "random"
-    return TSNE(perplexity=perplexity, init=start, random_state=seed).fit_transform(vectors)
+    return TSNE(perplexity=perplexity, init=start, random_state=seed, max_iter=500).fit_transform(vectors)
 
 
 def plot_tsne(rows: Mapping[str, Points], path: str | Path, *, seed: int = 0) -> dict[str, dict[str, Any]]:

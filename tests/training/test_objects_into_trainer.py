@@ -359,7 +359,7 @@ def test_dry_run_says_where_each_value_comes_from(tmp_path, capsys):
     settings = plan(capsys, *arguments)["settings"]
     origins = {name: (entry["value"], entry["from"]) for name, entry in settings.items()}
     assert origins["workers"] == (2, "default")
-    assert origins["batch_size"] == (128, "scenes")
+    assert origins["batch_size"] == (64, "scenes")
     assert origins["loss"] == ("ascl-clip", "recipe ascl-clip")
     assert origins["wd"] == (0.3, str(file)) and origins["epochs"] == (3, str(file)), (
         "the file over the recipe and scenes"

@@ -16,6 +16,7 @@ from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.open import load_model
 from coder_plugin.report.callback import WriteReport
 from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
@@ -88,6 +89,25 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[key], broken[key]) for key in whole)
     assert losses(tmp_path, "whole") == losses(tmp_path, "broken")
+
+
+def test_the_scenes_own_model_is_channels_last_when_it_is_trained_resumed_and_opened(tmp_path):
+    """It is a ResNet; its weights' layout decides that of its activations. The file of an export does not show it."""
+    options = {"model": "coder-tiny", "loss": "dcl", "epochs": 1}
+    trainer = Trainer.from_config(config(tmp_path, "whole", **options))
+    trainer.run()
+    images = torch.randn(2, 3, 64, 64)
+    assert trainer.config.origins["channels_last"] == "scenes"
+    assert trainer.model.visual.layer1[0].conv2.weight.stride(1) == 1  # channels are innermost
+    run_killed_after(config(tmp_path, "broken", save_every_steps=2, **options), 5)
+    resumed = Trainer.from_config(config(tmp_path, "broken", resume="latest", **options))
+    resumed.run()
+    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
+    assert all(torch.equal(whole[key], broken[key]) for key in whole)
+    opened = load_model(tmp_path / "whole")
+    with torch.no_grad():
+        for model in (trainer.model.eval(), resumed.model.eval()):
+            assert opened.embed_image(images).equal(model.embed_image(images))
 
 
 CODER = {
@@ -340,7 +360,8 @@ def test_of_many_frozen_parts_the_plan_names_the_first():
 
 def test_the_plan_says_what_is_derived_and_what_the_paper_prints_otherwise(tmp_path, capsys):
     """On the built-in scenes: 6,000 images and 46 steps of 128 an epoch."""
-    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--loss", "coder", "--epochs", "30", "--set", "m_dcl.mu=0.05"]
+    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--loss", "coder", "--epochs", "30", "--batch-size", "128"]
+    arguments += ["--set", "m_dcl.mu=0.05"]
     assert main([*arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     derived = {"momentum.bank_size": 6000 // 7, "momentum.momentum": 0.9, "prototypes.clusters": 2000}

@@ -90,6 +90,7 @@ def cache(options: argparse.Namespace) -> None:
     )
     model = build.make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
     tokenize, transform = build.make_tokenizer(config.model, model), build.make_transform(model)
+    model.visual.trunk.to(memory_format=torch.channels_last)  # several times as fast on a CPU
     pad, splits = model.text.config.pad_token_id, {}
     for split in ("train", "val"):
         images: list[Tensor] = []
@@ -101,19 +102,26 @@ def cache(options: argparse.Namespace) -> None:
             captions += item.captions
             image_of += [number] * len(item.captions)
             if len(batch) == 64:
-                images.append(model.visual.trunk(torch.stack(batch)))
+                images.append(encode_images(model, batch))
                 batch = []
         if batch:
-            images.append(model.visual.trunk(torch.stack(batch)))
-        ids, tokens = tokenize(captions), []
-        for rows in ids.split(256):
-            output = model.text.transformer(input_ids=rows, attention_mask=(rows != pad).long())
-            tokens.append(output.last_hidden_state.half())
-        splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": torch.cat(tokens),
+            images.append(encode_images(model, batch))
+        ids = tokenize(captions)
+        tokens = torch.zeros(*ids.shape, model.text.transformer.config.hidden_size, dtype=torch.float16)
+        lengths = (ids != pad).sum(1)
+        for rows in lengths.argsort(stable=True).split(128):  # captions of similar length: less padding
+            words = ids[rows, : int(lengths[rows].max())]
+            output = model.text.transformer(input_ids=words, attention_mask=(words != pad).long())
+            tokens[rows, : words.shape[1]] = output.last_hidden_state.half()
+        splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": tokens,
                          "image_of_caption": torch.tensor(image_of)}  # fmt: skip
         print(f"{split}: {len(splits[split]['images'])} images, {len(ids)} captions", flush=True)
     torch.save(splits, f"{options.cache}.tmp")
     Path(f"{options.cache}.tmp").replace(options.cache)
+
+
+def encode_images(model: Any, batch: list[Tensor]) -> Tensor:
+    return model.visual.trunk(torch.stack(batch).to(memory_format=torch.channels_last))  # type: ignore[no-any-return]
 
 
 class CachedTrunk(nn.Module):

@@ -46,6 +46,7 @@ def shown(folder: Path, output: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_comparison_killed_in_every_phase_ends_with_the_same_result(tmp_path: Path) -> None:
     out = tmp_path / "killed"
     runs = out / "runs"

@@ -42,6 +42,7 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
     """
     import numpy as np
     import torch
+
     from coder_plugin.compare.statistics import Hits, differences
     from coder_plugin.evaluation import recall_from_embeddings
     from coder_plugin.functional import dcl
@@ -64,7 +65,7 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
         for _ in range(steps):
             rows = torch.randint(len(train_images), (64,), generator=generator)
             texts = train_texts[rows, torch.randint(captions, (64,), generator=generator)]
-            image, text = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((train_images[rows], texts), towers))
+            image, text = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((train_images[rows], texts), towers, strict=True))
             optimizer.zero_grad()
             dcl(image, text).backward()
             optimizer.step()
@@ -73,7 +74,7 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
     owner = torch.arange(images).repeat_interleave(captions)
 
     def hits(towers: list[torch.Tensor], pictures: torch.Tensor, texts: torch.Tensor) -> Hits:
-        sides = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((pictures, texts.flatten(0, 1)), towers))
+        sides = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((pictures, texts.flatten(0, 1)), towers, strict=True))
         found = recall_from_embeddings(*sides, owner)
         return Hits.from_ranks(found["i2t_ranks"].tolist(), found["t2i_ranks"].tolist(), owner.tolist())
 

@@ -4,7 +4,7 @@
     python scripts/experiments/evidence.py                                         # anew, from docs/evidence/*.json
     python scripts/experiments/evidence.py --add frozen comparison/comparison.json  # and take over a comparison as frozen.json
 
-A page has `<!-- begin NAME -->` and `<!-- end -->`: what is between is the table of NAME.json and its figure, evidence-NAME.svg.
+Between `<!-- begin NAME -->` and `<!-- end -->` a page has the table of NAME.json and its figure, evidence-NAME.svg.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     python scripts/experiments/flickr8k_prepare.py SHARDS work --vectors VECTORS.txt
 
 `towers/` (an ImageNet EfficientNet-Lite0 and MiniLM), `frozen.pt` (their features, for frozen.toml), `regions/` (36 regions of
-an image: the cells of the last feature map), `concepts.safetensors` (400 words of the training captions), and `train` and `val`,
-links to the shards. What is there already stays.
+an image: the cells of the last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links to
+the shards. What is there already stays.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ def prepare(shards: Path, work: Path, vectors: str, tagger: str) -> None:
     data = ["--train-data", "train/*.tar", "--val-data", "val/*.tar"]
     call("frozen.pt", str(HERE / "frozen_towers.py"), "cache", "frozen.pt", *towers, *data)
     for split, name in (("train", "train"), ("val", "dev")):
-        command = ["-m", "coder_plugin.cli", "regions"]
-        call(f"regions-shards-{name}", *command, "extract", f"{split}/*.tar", f"regions-shards-{name}", *DETECTOR, "--to-split", name)
-        converted = [f"regions-shards-{name}", "regions", "--to", "precomp", "--split", name]
-        call(f"regions/{name}_ims.npy", *command, "convert", *converted)
+        command, extracted = ["-m", "coder_plugin.cli", "regions"], f"regions-shards-{name}"
+        call(extracted, *command, "extract", f"{split}/*.tar", extracted, *DETECTOR, "--to-split", name)
+        call(f"regions/{name}_ims.npy", *command, "convert", extracted, "regions", "--to", "precomp", "--split", name)
     words = ["--vectors", vectors, "--tagger", tagger, "--output", "concepts.safetensors"]
     call("concepts.safetensors", "-m", "coder_plugin.cli", "concepts", "--train-data", "train/*.tar", *words)
 

@@ -77,7 +77,7 @@ def hold_out(split: dict[str, Any], images: int, seed: int) -> tuple[dict[str, A
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C] float32, token ids [T, L] and features [T, L, C] float16, and the image of each caption [T]."""
+    """Write image features [N, C], token ids [T, L] and their features [T, L, C] in float16, and the image of each caption [T]."""
     config = resolve_config(
         dict(
             model=options.model,
@@ -230,7 +230,7 @@ def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], op
         if score > max(scores, default=-1.0):
             best = {name: weight.clone() for name, weight in model.state_dict().items()}
         scores.append(score)
-    print(f"{options.loss} at {options.lr:g}, seed {options.seed}: " + ", ".join(f"{score:.1f}" for score in scores), flush=True)
+    print(f"{options.loss} at {options.lr:g}, seed {options.seed}:", ", ".join(f"{score:.1f}" for score in scores), flush=True)
     model.load_state_dict(best)
     ranks = evaluate(model, val)
     return {

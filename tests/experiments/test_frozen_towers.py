@@ -24,15 +24,16 @@ def test_features_of_both_splits_are_cached(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = timm.create_model("test_efficientnet", num_classes=5)
     save_file(network.state_dict(), tmp_path / "image.safetensors")
-    data = [f"--{name}-data={made.write_split(tmp_path, name, *counts)}" for name, counts in {"train": (0, 6), "val": (20, 8)}.items()]
+    counts = {"train": (0, 6), "val": (20, 8)}
+    data = [f"--{name}-data={made.write_split(tmp_path, name, *numbers)}" for name, numbers in counts.items()]
     cache = str(tmp_path / "frozen.pt")
     threads = ["--threads", str(torch.get_num_threads())]
     frozen_towers.main(
         ["cache", cache, "--model", str(model), "--image-weights", str(tmp_path / "image.safetensors"), *data, *threads]
     )
     splits = torch.load(cache, weights_only=True)
-    assert [(name, len(split["images"]), len(split["ids"])) for name, split in splits.items()] == [("train", 6, 12), ("val", 8, 16)]
-    network.eval()
+    sizes = [(name, len(split["images"]), len(split["ids"])) for name, split in splits.items()]
+    assert sizes == [("train", 6, 12), ("val", 8, 16)]
     assert not torch.allclose(splits["train"]["images"][0], splits["train"]["images"][1])
     assert splits["val"]["tokens"].shape[:2] == splits["val"]["ids"].shape
     frozen_towers.main(["train", cache, "--model", str(model), "--loss", "dcl", "--epochs=1", "--batch-size=4", "--hold-out=2",

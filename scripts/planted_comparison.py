@@ -58,6 +58,9 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
 
     train_images, train_texts = gallery(600)
 
+    def embed(towers: list[torch.Tensor], *sides: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.nn.functional.normalize(side @ weight, dim=1) for side, weight in zip(sides, towers, strict=True)]
+
     def train(steps: int, seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         towers = [torch.randn(width, 16, generator=generator).div(5).requires_grad_() for _ in "it"]
@@ -65,7 +68,7 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
         for _ in range(steps):
             rows = torch.randint(len(train_images), (64,), generator=generator)
             texts = train_texts[rows, torch.randint(captions, (64,), generator=generator)]
-            image, text = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((train_images[rows], texts), towers, strict=True))
+            image, text = embed(towers, train_images[rows], texts)
             optimizer.zero_grad()
             dcl(image, text).backward()
             optimizer.step()
@@ -74,8 +77,7 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
     owner = torch.arange(images).repeat_interleave(captions)
 
     def hits(towers: list[torch.Tensor], pictures: torch.Tensor, texts: torch.Tensor) -> Hits:
-        sides = (torch.nn.functional.normalize(x @ w, dim=1) for x, w in zip((pictures, texts.flatten(0, 1)), towers, strict=True))
-        found = recall_from_embeddings(*sides, owner)
+        found = recall_from_embeddings(*embed(towers, pictures, texts.flatten(0, 1)), owner)
         return Hits.from_ranks(found["i2t_ranks"].tolist(), found["t2i_ranks"].tolist(), owner.tolist())
 
     def rsum(towers: list[torch.Tensor], data: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -6,8 +6,8 @@
     python scripts/experiments/flickr8k_prepare.py SHARDS work --vectors VECTORS.txt
 
 `towers/` (an ImageNet EfficientNet-Lite0 and MiniLM), `frozen.pt` (their features, for frozen.toml), `regions/` (36 regions of
-an image: the cells of the last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links to
-the shards. What is there already stays.
+an image: the cells of the last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links
+to the shards. What is there already stays.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def hold_out(split: dict[str, Any], images: int, seed: int) -> tuple[dict[str, A
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C], token ids [T, L] and their features [T, L, C] in float16, and the image of each caption [T]."""
+    """Write image features [N, C], token ids [T, L], their features [T, L, C] in float16, and the image of each caption [T]."""
     config = resolve_config(
         dict(
             model=options.model,

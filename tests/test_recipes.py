@@ -30,7 +30,7 @@ CODER = {
     "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adamw", "wd": 1e-4, "grad_clip_norm": 2.0, "warmup_epochs": 1.0,
     "text_lr_scale": 0.1, "region_dropout": 0.2, "word_dropout": 0.2,
 }  # fmt: skip
-#: DCL as docs/flickr8k.md trains it.
+#: DCL as docs/evidence/dcl.md trains it.
 DCL_BIGRU = {
     **CODER, "model": "region-bigru", "model_kwargs": ["embed_dim=256"], "epochs": 8, "lr": 6e-3, "lr_step_epochs": 4,
 }  # fmt: skip

@@ -45,9 +45,11 @@ def make_result(
         if start is not None:
             row["above_before"] = _differences(measured[name], dict.fromkeys(measured[name], start))
     images = len(first["i2t_ranks"])
+    own = all(row.command for row in plan.rows)
+    scenes = "the validation split of the built-in scenes"
     result: dict[str, Any] = {
         "setting": plan.name,
-        "data": plan.val_data or "the validation split of the built-in scenes",
+        "data": plan.val_data or ("the commands' own validation data" if own else scenes),
         "images": images,
         "best_peer": best_peer,
         "rows": content,

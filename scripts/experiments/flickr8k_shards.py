@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Write Flickr8k as the shards that flickr8k.py takes.
+"""Write Flickr8k as the shards that flickr8k_prepare.py takes.
 
     python scripts/experiments/flickr8k_shards.py dataset_flickr8k.json Flicker8k_Dataset/ SHARDS
 
 reads Karpathy's file of splits and captions and the folder of pictures, and writes SHARDS/train-000000.tar to train-000005.tar,
-val-000000.tar and test-000000.tar: 1,000 pictures each, those of a split in the order of their file names. The pictures of the
-first five train; those of train-000005.tar are held out to choose settings on. Pictures are resized to 224 × 224 pixels, as
-those of docs/flickr8k.md. A split that the file does not have is left out.
+val-000000.tar and test-000000.tar: 1,000 pictures each, those of a split in the order of their file names. Pictures are resized
+to 224 × 224 pixels, as those of docs/evidence. A split that the file does not have is left out.
 
 Hodosh, Young and Hockenmaier (2013), who collected Flickr8k, give it out for research.
 """

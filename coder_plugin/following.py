@@ -41,6 +41,10 @@ class Following:
         if len(optimizers) > 1:
             self._hooks.append(coder.register_forward_pre_hook(self._on_forward))
 
+    def step_failed(self) -> None:
+        """The step that has begun was not performed: an error ended it."""
+        self._stepping.clear()
+
     def remove(self) -> None:
         """Stop: the optimizers' steps advance nothing any more."""
         for hook in self._hooks:

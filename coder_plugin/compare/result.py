@@ -45,11 +45,11 @@ def make_result(
         if start is not None:
             row["above_before"] = _differences(measured[name], dict.fromkeys(measured[name], start))
     images = len(first["i2t_ranks"])
-    own = all(row.command for row in plan.rows)
-    scenes = "the validation split of the built-in scenes"
+    own = [bool(row.command) for row in plan.rows]
+    scenes = "the validation split of the built-in scenes" if not any(own) else "validation data that differ between the rows"
     result: dict[str, Any] = {
         "setting": plan.name,
-        "data": plan.val_data or ("the commands' own validation data" if own else scenes),
+        "data": plan.val_data or ("the commands' own validation data" if all(own) else scenes),
         "images": images,
         "best_peer": best_peer,
         "rows": content,
@@ -119,7 +119,7 @@ def sentence(result: Mapping[str, Any]) -> str:
     if seeds == 1:
         return (
             f"nothing can be said with one seed: {best} is {difference} from {peer} over the {images:,} images alone; "
-            "--seeds 3 tells more"
+            "use --seeds 3"
         )
     if not difference.is_clear:
         needed = difference.images_needed(images, _WORTH)

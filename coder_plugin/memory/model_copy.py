@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -147,7 +148,7 @@ class Counterparts:
 
     def __init__(self, kind: Literal["_parameters", "_buffers"]) -> None:
         self._kind = kind
-        self._models: tuple[int, int] | None = None
+        self._models: tuple[Any, ...] = ()  # weak references
         self._places: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -155,8 +156,8 @@ class Counterparts:
         """(the copy's, the model's), as far as both have one of a :func:`plain_name`."""
         held = zip(self._places, self._pairs, strict=True)
         same = all(own.get(key) is one and other.get(its) is two for (own, key, other, its), (one, two) in held)
-        if not same or self._models != (id(copied), id(model)):
-            self._models, online = (id(copied), id(model)), _places(model, self._kind)
+        if not same or [each() for each in self._models] != [copied, model]:
+            self._models, online = (weakref.ref(copied), weakref.ref(model)), _places(model, self._kind)
             self._places = [(*place, *online[name]) for name, place in _places(copied, self._kind).items() if name in online]
             self._pairs = [(own[key], other[its]) for own, key, other, its in self._places]
         return self._pairs

@@ -268,7 +268,7 @@ def open_pretrained(
         reranker: what re-ranks shortlists in place of the model's own head: a name of the group ``coder_plugin.rerankers``,
             with options or without, such as ``maxsim`` or ``maxsim(direction=both)``. None: the model's head, if it has one.
         texts_only: only texts will be encoded. An export without heads whose text tower is open_clip's own transformer is then
-            opened without open_clip, in a quarter of the time; any other as usual.
+            opened without open_clip; any other as usual.
 
     Raises:
         CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may

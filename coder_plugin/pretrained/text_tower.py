@@ -90,19 +90,26 @@ def open_text_tower(weights: str | None) -> Any:
         weights: the export's; it has no scoring heads.
 
     Returns:
-        The tower; None for an export of another kind, or a damaged one: open it with open_clip, which says what is wrong.
+        The tower; None for an export of another kind, or whose weights do not fit: open it with open_clip, which says what is
+        wrong.
+
+    Raises:
+        CoderError: a file that cannot be read, or a configuration that holds what it may not.
     """
     path = Path(weights or "").with_name("open_clip_config.json")
     if not path.is_file() or Path(weights or "").suffix != ".safetensors":
         return None
     stored = read_json(path)
     config = stored.get("model_cfg") if isinstance(stored, dict) else None
-    if not isinstance(config, dict) or not {*config} <= _MODEL or not {*config.get("text_cfg", {"": 0})} <= _TEXT:
+    text = config.get("text_cfg") if isinstance(config, dict) and {*config} <= _MODEL else None
+    if not isinstance(text, dict) or not {*text} <= _TEXT:
         return None
     check_config({**config, "vision_cfg": {}}, path)  # the image tower is not built
     tensors = {name: each.float() if each.is_floating_point() else each for name, each in read_weights(weights or "").items()}
     try:
         tower = TextTower(config, stored["preprocess_cfg"], tensors)
+        if tower.token_embedding.num_embeddings != text.get("vocab_size", 49408):
+            return None
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         return None
     coder = Coder(Objective.parse("clip"), Resolution((), (), frozenset(), {}), BackboneInfo(embed_dim=config["embed_dim"]))

@@ -62,7 +62,7 @@ MAX_SKIPPED_STEPS = 25
 class _Group(NamedTuple):
     """The micro-batches of a step, the loader's position after them, and the seconds that they took to arrive.
 
-    ``copied``: the end of their copy to the device, which went on beside the step before. None: they are not there yet.
+    ``copied``: an event after their copy to the device. None: they are still on the host.
     """
 
     batches: list[dict[str, Any]]
@@ -217,6 +217,8 @@ class Trainer:
         self._is_last = self._ends_epoch = False
         self._result: StepResult | None = None
         self.following: Following | None = None
+        self._hooks: list[Any] = []
+        self._copies: Any = None
         self.saved: tuple[int, int] | None = None
         self.changes: list[dict[str, Any]] = []
         self.signals = StopSignals()
@@ -279,6 +281,8 @@ class Trainer:
             finally:
                 if self.following is not None:  # another loop may train the model afterwards
                     self.following.remove()
+                for hook in self._hooks:
+                    hook.remove()
 
     def _run(self) -> dict[str, Any]:
         config = self.config
@@ -337,8 +341,14 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
-        optimizer.register_step_post_hook(self._read_figures)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_optimizer),
+            optimizer.register_step_post_hook(self._after_optimizer),
+        ]
         self.following = follow(model, optimizer)
+        # batches are copied beside the step before; with several micro-batches memory is short
+        ahead = self.device.type == "cuda" and self.config.optim.accum_freq == 1
+        self._copies = torch.cuda.Stream(self.device) if ahead else None
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
     def _same_random_states(self) -> contextlib.AbstractContextManager[None]:
@@ -403,17 +413,14 @@ class Trainer:
 
     def _groups(self, batches: Iterator[dict[str, Any]]) -> Iterator[_Group]:
         """The micro-batches of each step; at the end of the epoch fewer than ``--accum-freq``."""
-        accum_freq = self.config.optim.accum_freq
-        # with several micro-batches memory is short
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and accum_freq == 1 else None
         while True:
             started = time.perf_counter()
-            group = list(itertools.islice(batches, accum_freq))
+            group = list(itertools.islice(batches, self.config.optim.accum_freq))
             waited, copied = time.perf_counter() - started, None
-            if stream is not None:
-                with torch.cuda.stream(stream):
+            if self._copies is not None:
+                with torch.cuda.stream(self._copies):
                     group = [self._to_device(batch) for batch in group]
-                copied = stream.record_event()
+                copied = self._copies.record_event()
             yield _Group(group, self.loader.position(), waited, copied)
 
     def _on_device(self, group: _Group) -> list[dict[str, Any]]:
@@ -428,7 +435,7 @@ class Trainer:
         return group.batches
 
     def _must_leave(self) -> bool:
-        """Whether this rank cannot take another step, or was told not to."""
+        """Whether this rank cannot take another step, or has been asked to stop."""
         return self._is_last or self.stop or bool(self.signals.received)
 
     def _all_leave(self) -> bool:
@@ -516,8 +523,17 @@ class Trainer:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def _read_figures(self, optimizer: Any, *_: Any) -> None:
-        """After the optimizer's kernels are queued, and before the heads' state advances."""
+    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """A fused optimizer changes nothing where a value is not finite; before another's step the host reads the figures."""
+        if self._result is None:
+            return
+        if self.accelerator.scaler is None and all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.found_inf = self._result.found_inf()
+        else:
+            self._result.check(overflow=self.accelerator.scaler is not None)
+
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Its kernels are queued, and the heads' state has not advanced: the host reads the figures, and why a step failed."""
         optimizer.found_inf = None
         if self._result is not None:
             self._result.check(overflow=self.accelerator.scaler is not None)
@@ -572,15 +588,12 @@ class Trainer:
             NonFiniteError: a loss, a gradient, or what a head will write is NaN or infinite. The step was not taken, and the
                 gradients have been dropped.
         """
-        scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
-        if scaler is None and all(group.get("fused") for group in optimizer.param_groups):
-            optimizer.found_inf = result.found_inf()  # _read_figures reads the reason
-        else:
+        self._result, scaler = result, self.accelerator.scaler
+        if scaler is not None:
             try:  # the fp16 loss scaler detects overflows, skips the step and lowers its scale
-                result.check(overflow=scaler is not None)
+                result.check(overflow=True)
             except NonFiniteError:
-                if scaler is not None:
-                    scaler.update()  # it may unscale the next step's gradients
+                scaler.update()  # it may unscale the next step's gradients
                 raise
         self.optimizer.step()
         self.schedule.step()
@@ -600,6 +613,8 @@ class Trainer:
                 metrics = self.training_step(batches)
         except NonFiniteError as error:
             self.optimizer.zero_grad()
+            if self.following is not None:
+                self.following.step_failed()
             raise NonFiniteError(
                 f"{error} at step {self.step} (epoch {self.epoch + 1}): the step was not taken and nothing was written; "
                 f"lower --lr, lengthen --warmup or clip with --grad-clip-norm; {resume.advice(self.folder)}"

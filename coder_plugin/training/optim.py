@@ -71,7 +71,7 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
 def has_fused_step(name: str, config: TrainConfig, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether the optimizer makes its step in one kernel for many parameters: torch's Adam and AdamW, on a CPU and on CUDA.
 
-    Not with a loss scaler (``--precision amp``): a fused optimizer would skip a step itself, and nobody would know.
+    Not with a loss scaler (``--precision amp``): a fused optimizer skips a step itself, which accelerate does not report.
     """
     fits = all(each.device.type in ("cpu", "cuda") and each.is_floating_point() for each in parameters)
     return name in ("adam", "adamw") and fits and mixed_precision(config.optim.precision) != "fp16"

@@ -142,7 +142,7 @@ def check_objects(config: TrainConfig, objective: Objective, *, model: Any, loss
         name
         for name in names
         if options[name] not in (get_option(name).default, of_model.get(name, get_option(name).default))
-        and not config.origins.get(name, "").startswith("model ")  # a backbone's default
+        and not config.origins.get(name, "").startswith(("model ", "scenes"))  # a default of the backbone or the data
     ]
     if hasattr(model, "coder"):
         refused += _refused_head_options(config, objective, model)

@@ -100,7 +100,7 @@ class StepResult:
     def check(self, *, overflow: bool = False) -> None:
         """Read the losses, the norm, and what the heads want to know, in one transfer. Call it on all ranks.
 
-        What has been read is not read again: after a call without the norm, a call with it reads and checks the norm alone.
+        What has been read is not read again: where the norm was not known at an earlier call, this one reads it alone.
 
         Args:
             overflow: the norm may be infinite, because a loss scaler skips such steps.

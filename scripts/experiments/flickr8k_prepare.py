@@ -29,8 +29,13 @@ def prepare(shards: Path, work: Path, vectors: str, tagger: str) -> None:
     """Make all of it.
 
     Raises:
-        SystemExit: a split has no shards, or a step fails.
+        SystemExit: a split has no shards, there is no such file of vectors, or a step fails.
     """
+    if vectors != "none" and not Path(vectors).is_file():
+        raise SystemExit(f"--vectors {vectors}: no such file")
+    # the steps run in the work folder
+    vectors = vectors if vectors == "none" else str(Path(vectors).resolve())
+    tagger = str(Path(tagger).resolve()) if Path(tagger).is_dir() else tagger
     work.mkdir(parents=True, exist_ok=True)
 
     def call(made: str, *command: str) -> None:
@@ -57,7 +62,7 @@ def prepare(shards: Path, work: Path, vectors: str, tagger: str) -> None:
     call("frozen.pt", str(HERE / "frozen_towers.py"), "cache", "frozen.pt", *towers, *data)
     for split, name in (("train", "train"), ("val", "dev")):
         command, extracted = ["-m", "coder_plugin.cli", "regions"], f"regions-shards-{name}"
-        call(extracted, *command, "extract", f"{split}/*.tar", extracted, *DETECTOR, "--to-split", name)
+        call(f"regions/{name}_ims.npy", *command, "extract", f"{split}/*.tar", extracted, *DETECTOR, "--to-split", name)
         call(f"regions/{name}_ims.npy", *command, "convert", extracted, "regions", "--to", "precomp", "--split", name)
     words = ["--vectors", vectors, "--tagger", tagger, "--output", "concepts.safetensors"]
     call("concepts.safetensors", "-m", "coder_plugin.cli", "concepts", "--train-data", "train/*.tar", *words)

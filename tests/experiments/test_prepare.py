@@ -47,7 +47,12 @@ def test_each_step_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(returncode=status)
 
     monkeypatch.setattr(flickr8k_prepare, "subprocess", SimpleNamespace(run=run))
-    flickr8k_prepare.prepare(shards, work, "none", "scenes")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="--vectors vectors.txt: no such file"):
+        flickr8k_prepare.prepare(shards, work, "vectors.txt", "scenes")
+    (tmp_path / "vectors.txt").write_text("dog 1.0")
+    flickr8k_prepare.prepare(shards, work, "vectors.txt", "scenes")
+    assert str(tmp_path / "vectors.txt") in made[-1], "the steps run in another folder"
     assert len(made) == 7 and {path.name for path in (work / "regions").iterdir()} == {"train_ims.npy", "dev_ims.npy"}
     assert (work / "train" / "train-000001.tar").resolve() == shards / "train-000001.tar"
     assert (work / "towers" / "minilm").resolve() == tmp_path

@@ -193,6 +193,40 @@ def test_a_norm_is_checked_after_the_figures_were_read(tiny_model, options, item
         trainer.run()
 
 
+@pytest.mark.parametrize("result", ["of the step", "of another pass"])
+def test_a_step_with_an_optimizer_step_of_its_own_writes_nothing_that_is_not_finite(tiny_model, options, items, result):
+    kept = {}
+
+    class Own(Trainer):
+        def training_step(self, batches):
+            found = self.forward_backward(batches)
+            if result == "of another pass":
+                self.forward_backward(batches)
+            next(p for p in self.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+            self.clip_gradients(found)
+            kept.update({name: value.clone() for name, value in self.model.state_dict().items()})
+            if result == "of the step":
+                self.optimizer.step()
+            else:
+                self.optimizer_step(found)
+            return found.metrics
+
+    trainer = Own(model=tiny_model, loss="dcl + m_dcl", train=items, config=options("run"))
+    with pytest.raises(CoderError, match="the step was not taken"):
+        trainer.run()
+    assert all(torch.equal(value, kept[name]) for name, value in trainer.model.state_dict().items())
+    assert trainer.following.steps == 0 and not trainer.following.stepping
+    assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
+
+
+def test_a_finished_model_trains_on_the_scenes(options):
+    model = create_model("coder-tiny", loss="dcl")
+    config = {**options("run"), "max_steps": 1, "train_num_samples": 64, "batch_size": 16, "val_frequency": 0}
+    trainer = Trainer(model=model, loss="dcl", train="scenes", config={**config, "model": "coder-tiny"})
+    trainer.run()
+    assert trainer.step == 1 and trainer.model is model
+
+
 # Callbacks
 
 

@@ -83,7 +83,7 @@ def test_the_host_waits_once_in_a_step_and_after_the_optimizer(tmp_path, tiny_mo
     trainer.step = 3
     group = trainer._on_device(next(steps))
     trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: queued.append(True))
-    read = type(trainer)._read_figures
+    read = type(trainer)._after_optimizer
 
     def waits(self: Any, optimizer: Any, *arguments: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
@@ -103,11 +103,12 @@ def test_the_host_waits_once_in_a_step_and_after_the_optimizer(tmp_path, tiny_mo
 def test_pictures_copied_ahead_are_those_of_the_batch(tmp_path, tiny_model) -> None:
     trainer = make(tmp_path, tiny_model)
     ahead = groups(trainer)
+    stream = trainer._copies
     plain = make(tmp_path / "plain", tiny_model).loader.epoch(0)
     following = next(ahead)
     for _ in range(5):
         group, following = following, next(ahead)
-        assert group.copied is not None
+        assert group.copied is not None and trainer._copies is stream
         (batch,) = trainer._on_device(group)
         torch.cuda._sleep(10_000_000)  # the next copy ends before this batch is read
         expected = trainer._to_device(next(plain))

@@ -173,7 +173,7 @@ class DataConfig:
         "[the built-in scenes]", flag="train_data", metavar="DATA", common=True
     )
     val: str | None = option(
-        None, "validation data, of any kind that --train-data of train takes", flag="val_data", metavar="DATA", common=True
+        None, "validation data, of any kind that training takes", flag="val_data", metavar="DATA", common=True
     )
     dataset_type: str = option(
         "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
@@ -256,11 +256,11 @@ class DataConfig:
 class OptimConfig:
     """Batches, optimizer, schedule and precision."""
 
-    batch_size: int = option(64, "pairs per rank and forward pass [64; scenes: 128]", at_least=1, common=True)
+    batch_size: int = option(64, "pairs per rank and forward pass [64]", at_least=1, common=True)
     accum_freq: int = option(
         1, "forward passes per optimizer step; the pairs of all of them are each other's negatives", at_least=1, common=True
     )
-    epochs: int = option(32, "passes over the data [32; scenes: 6]", at_least=1, common=True)
+    epochs: int = option(32, "passes over the data [32; scenes: 4]", at_least=1, common=True)
     max_steps: int | None = option(None, "optimizer steps, instead of --epochs", at_least=1, common=True)
     lr: float = option(5e-4, "learning rate [5e-4; scenes: 1e-3]", common=True)
     wd: float = option(0.2, "weight decay; not applied to biases, norms and temperatures", at_least=0, common=True)

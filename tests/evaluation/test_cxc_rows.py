@@ -125,5 +125,5 @@ def test_images_that_were_left_out(benchmarks: Benchmarks, truths: DataTruths) -
     one = encoded(0)
     less = one._replace(images=one.images[1:], texts=one.texts[3:], image_of_text=OWNER[3:] - 1, image_ids=one.image_ids[1:])
     less = less._replace(captions=one.captions[3:])
-    with pytest.raises(CoderError, match="CxC is of 12 images, and 1 of them could not be read"):
+    with pytest.raises(CoderError, match="CxC needs all of its 12 images, and 1 of them could not be read"):
         measure_benchmarks(benchmarks, truths, less, measure(less, 0, None))

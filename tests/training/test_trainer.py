@@ -326,7 +326,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert plan["objective"] == "3*dcl(mu=0.07) + clip"
     assert plan["heads"] == {"ids": 0}
     assert plan["outputs"]["image_features"] == ["B", 128]
-    assert plan["steps per epoch"] == 6000 // 128 and plan["frozen because no term reads them"] == []
+    assert plan["steps per epoch"] == 6000 // 64 and plan["frozen because no term reads them"] == []
     assert main([*arguments[:6], "dcl"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["frozen because no term reads them"] == ["logit_scale"] and plan["frozen"] == {}
@@ -438,12 +438,12 @@ MISTAKES = {
     "pretrained": (["--pretrained", "nowhere.safetensors"], "nowhere.safetensors"),
     "resume": (["--resume", "latest"], "--resume latest needs --name"),
     "bank smaller than the batch": (
-        ["--loss", "dcl + m_dcl", "--set", "momentum.bank_size=64"],
-        "bank_size 64 is smaller than the global batch of 128",
+        ["--loss", "dcl + m_dcl", "--set", "momentum.bank_size=32"],
+        "bank_size 32 is smaller than the global batch of 64",
     ),
     "more prototypes than samples": (
         ["--loss", "coder", "--set", "prototypes.clusters=40000"],
-        "clusters=40000 is more than the 35328 samples of the whole run",
+        "clusters=40000 is more than the 23808 samples of the whole run",
     ),
     "no vocabulary": (
         ["--loss", "coder", "--train-data", "{csv}", "--model", "coder-tiny", "--batch-size", "1"],

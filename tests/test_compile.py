@@ -37,9 +37,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "tiles": {"elements": 20},
     "kept tiles": {"elements": 20, "kept": 1 << 24},
 }
-#: What is fast enough to run always: each loss of the papers, and one of them in each form.
+#: What is fast enough to run always: two objectives of the papers. Tests of each loss compile its tiles.
 CASES = [
-    pytest.param(name, form, marks=() if name in QUICK and (form == "auto" or name == "coder") else pytest.mark.slow)
+    pytest.param(name, form, marks=() if name in QUICK and form in ("auto", "one tile") else pytest.mark.slow)
     for name in ALL
     for form in FORMS
 ]

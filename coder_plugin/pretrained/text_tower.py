@@ -101,8 +101,8 @@ def open_text_tower(weights: str | None) -> Any:
         return None
     stored = read_json(path)
     config = stored.get("model_cfg") if isinstance(stored, dict) else None
-    text = config.get("text_cfg") if isinstance(config, dict) and {*config} <= _MODEL else None
-    if not isinstance(text, dict) or not {*text} <= _TEXT:
+    text = config.get("text_cfg") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(text, dict) or not ({*config} <= _MODEL and {*text} <= _TEXT):
         return None
     check_config({**config, "vision_cfg": {}}, path)  # the image tower is not built
     tensors = {name: each.float() if each.is_floating_point() else each for name, each in read_weights(weights or "").items()}

@@ -45,11 +45,14 @@ def make_result(
         if start is not None:
             row["above_before"] = _differences(measured[name], dict.fromkeys(measured[name], start))
     images = len(first["i2t_ranks"])
-    own = [bool(row.command) for row in plan.rows]
-    scenes = "the validation split of the built-in scenes" if not any(own) else "validation data that differ between the rows"
+    own = {bool(row.command) for row in plan.rows}
+    if own == {True}:
+        data = "the commands' own validation data"
+    else:
+        data = "validation data that differ between the rows" if True in own else "the validation split of the built-in scenes"
     result: dict[str, Any] = {
         "setting": plan.name,
-        "data": plan.val_data or ("the commands' own validation data" if all(own) else scenes),
+        "data": plan.val_data or data,
         "images": images,
         "best_peer": best_peer,
         "rows": content,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import resource
 import time
 from pathlib import Path
@@ -36,13 +35,14 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.expression import parse_value
 from coder_plugin.files import atomic_write
+from coder_plugin.following import clamp_logit_scale
 from coder_plugin.heads.base import TrainingFacts
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
-from coder_plugin.training.optim import parameter_groups
+from coder_plugin.training.optim import create_schedule, parameter_groups
 from coder_plugin.training.prepare import with_derived_options
 
 #: Weight decay, as in the other experiments on pretrained towers.
@@ -185,14 +185,6 @@ def make_model(objective: Objective, seed: int, path: str) -> Any:
     return model.train()
 
 
-def rate(step: int, total: int) -> float:
-    """Factor of the learning rate: linear warm-up over 5 % of the steps, then a cosine to zero."""
-    warmup = max(1, total // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
-
-
 def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Train on all captions of the first split, choose the epoch by the second, and rank ``val`` by its weights."""
     split, held_out = splits
@@ -207,8 +199,7 @@ def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], op
     loss = coder_plugin.create_loss(objective, model=model)
     steps, generator = len(image_of) // size, torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=options.lr, weight_decay=WEIGHT_DECAY), fused=True)
-    total = steps * options.epochs
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
+    schedule = create_schedule(optimizer, resolve_config({"epochs": options.epochs}), steps)
     before = evaluate(model, held_out)["rsum"]
     scores: list[float] = []
     seconds = [0.0]
@@ -223,8 +214,7 @@ def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], op
             optimizer.step()
             schedule.step()
             model.coder.post_step(optimizer)
-            with torch.no_grad():
-                model.logit_scale.clamp_(0, math.log(100))
+            clamp_logit_scale(model)
         seconds.append(seconds[-1] + time.perf_counter() - begun)
         score = evaluate(model, held_out)["rsum"]
         if score > max(scores, default=-1.0):

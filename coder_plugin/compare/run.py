@@ -70,7 +70,7 @@ class Comparison:
         self, plan: Plan, folder: Path, *, jobs: int = 1, budget: float | None = None, say: Callable[[str], None] = print
     ) -> None:
         self.folder, self.jobs, self.budget, self.say = folder, jobs, budget, say
-        self.plan = with_held_aside(plan)
+        self.plan = with_held_aside(with_options_of_loss(plan))
         self.runs = Runs(folder, jobs)
         self.notes: list[str] = []
         self.schedule = Schedule("", {}, {}, plan.seeds)
@@ -102,12 +102,15 @@ class Comparison:
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
         disk *= self.jobs + len(self.plan.rows) * self.schedule.seeds
         steps = ", ".join(f"{name} {cost['step']:.2g} s" for name, cost in costs.items())
-        unknown = "" if len(costs) == len(self.plan.rows) else "; how long commands of your own take is not known"
-        self.say(
-            f"{plural(runs, 'run')} of {plural(len(self.plan.rows), 'row')}: about {duration(self._left())} with {self.jobs} "
-            f"at a time, {format_bytes(disk)} of disk at most (measured over {STEPS} steps; a step takes: "
-            f"{steps or 'not known'}{unknown})"
-        )
+        text = f"{plural(runs, 'run')} of {plural(len(self.plan.rows), 'row')}, {self.jobs} at a time"
+        if costs:
+            text += (
+                f": about {duration(self._left())}, {format_bytes(disk)} of disk at most (measured over {STEPS} steps; a step "
+                f"takes: {steps})"
+            )
+        if len(costs) < len(self.plan.rows):
+            text += "; how long the commands of your own take is known when they have run once"
+        self.say(text)
         self._say_left_out()
 
     def _probe(self, row: Row) -> dict[str, float]:
@@ -342,6 +345,46 @@ class Comparison:
             raise CoderError("no run has ended with a result: " + "; ".join(sorted(set(self.runs.failed.values()))))
         notes = [*self.notes, *(f"left out for the budget: {each}" for each in self._left_out())]
         return make_result(self.plan, rows, self._before(), notes)
+
+
+def with_options_of_loss(plan: Plan) -> Plan:
+    """The plan whose rows have ``--set``, ``--concepts``, ``--negatives`` and ``--positives`` only where their loss reads them.
+
+    So that ``--loss clip --loss coder --concepts FILE`` is one command. What no row's loss reads stays: training refuses it.
+    """
+    given = {row.name: _options_of_loss(row) for row in plan.rows if row.command is None}
+    read = {each for options in given.values() for each, reads in options.items() if reads}
+    rows = []
+    for row in plan.rows:
+        options = dict(row.options)
+        for name, value in (each for each, reads in given.get(row.name, {}).items() if not reads and each in read):
+            rest = [each for each in options[name] if each != value] if name == "set" else []
+            options = {key: rest if key == name else each for key, each in options.items() if key != name or rest}
+        rows.append(replace(row, options=options))
+    return replace(plan, rows=tuple(rows))
+
+
+def _options_of_loss(row: Row) -> dict[tuple[str, Any], bool]:
+    """Each of these options that a row has, with its value, and whether the row's loss reads it."""
+    from coder_plugin.heads.base import Head
+    from coder_plugin.heads.capabilities import AddsTexts, heads_having
+    from coder_plugin.model import required_heads, required_heads_with
+    from coder_plugin.objective import Objective
+    from coder_plugin.pretrained.options import resolve_config
+
+    names = ("set", "concepts", "negatives", "positives")
+    if not any(name in row.options for name in names):
+        return {}
+    config = resolve_config({name: value for name, value in row.points()[0].options.items() if name not in names})
+    objective = Objective.parse(config.loss.expression)
+    owners = {*required_heads(objective), *(term.name for term in objective.terms)}
+    reads = {("set", each): each.partition("=")[0].rpartition(".")[0].strip() in owners for each in row.options.get("set", ())}
+    generates = bool(required_heads_with(objective, AddsTexts))
+    attends = bool(heads_having(required_heads_with(objective, Head), "image_attention"))
+    for name, has in (("concepts", attends), ("negatives", generates), ("positives", generates)):
+        if name in row.options:
+            reads[name, row.options[name]] = has
+    return reads
 
 
 def with_held_aside(plan: Plan) -> Plan:

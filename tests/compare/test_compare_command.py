@@ -220,7 +220,7 @@ def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
 
 def test_the_estimate_is_said_before_anything_is_trained(world: World, command: Compare) -> None:
     text = command(RATES)
-    assert text.splitlines()[0].startswith("10 runs of 2 rows: about 16:40 with 1 at a time, 35 MB of disk at most")
+    assert text.splitlines()[0].startswith("10 runs of 2 rows, 1 at a time: about 16:40, 35 MB of disk at most")
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------

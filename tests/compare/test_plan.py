@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from coder_plugin.cli.compare import Command, make_plans
+from coder_plugin.compare import plan
 from coder_plugin.compare.plan import Plan, further_rate, middle_first
+from coder_plugin.compare.run import with_options_of_loss
 from coder_plugin.compare.runs import Runs
 from coder_plugin.errors import CoderError
 
@@ -161,3 +163,21 @@ def test_a_sixth_of_the_images_is_held_aside_and_at_most_a_thousand(
     monkeypatch.setattr(from_config, "make_source", lambda *_, **__: SimpleNamespace(num_images=None))
     with pytest.raises(CoderError, match="--select-data"):
         with_held_aside(make_plans(Command(), {**given, "val_data": "val.csv"})[0])
+
+
+def test_an_option_of_a_loss_is_for_the_rows_whose_loss_reads_it() -> None:
+    """So ``--concepts`` and ``--set`` may be common where ``clip`` is a row, as it nearly always is."""
+    data = {"model": "ViT-B-32", "train_data": "train.csv"}
+    common = {**data, "concepts": "c.safetensors", "set": ["dcl.mu=0.05", "concept_dcl.gamma=0.5"]}
+    losses = ("clip", "3*dcl", "3*dcl + concept_dcl", "ascl")
+    rows = [{"loss": loss, **({"negatives": "mixture"} if loss == "ascl" else {})} for loss in losses]
+    (made,) = plan.make_plans(rows, common, seeds=1)
+    of = {row.name: row.options for row in with_options_of_loss(made).rows}
+    assert of["clip"] == {"loss": "clip", **data}
+    assert of["3*dcl"] == {"loss": "3*dcl", "set": ["dcl.mu=0.05"], **data}
+    assert of["3*dcl + concept_dcl"] == {"loss": "3*dcl + concept_dcl", **common}
+    assert of["ascl"] == {"loss": "ascl", "negatives": "mixture", **data}
+    (made,) = plan.make_plans([{"loss": "clip"}, {"loss": "3*dcl"}], common, seeds=1)
+    of = {row.name: row.options for row in with_options_of_loss(made).rows}
+    assert of["clip"]["set"] == of["3*dcl"]["set"][1:] == ["concept_dcl.gamma=0.5"], "what nothing reads is refused by training"
+    assert of["clip"]["concepts"] == "c.safetensors"

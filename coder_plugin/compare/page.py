@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from coder_plugin.compare import measure
 from coder_plugin.compare.plan import Plan
@@ -18,7 +19,6 @@ from coder_plugin.report.page import Block, Section, attempt, figures, heading, 
 
 #: Queries of each kind that are shown.
 _QUERIES = 3
-_CANDIDATES = 3
 
 
 def write_comparison(result: Mapping[str, Any], plan: Plan, folder: Path) -> Path:
@@ -113,55 +113,29 @@ def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:
 
 
 def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
-    """Captions that the best row and the best peer rank most differently, with the first images of both."""
+    """Queries that the best row and the best peer rank most differently, with what both find."""
     from coder_plugin.data.from_config import pictures_under_regions
-    from coder_plugin.report.examples import finder, items_of, of_different_images, shown_images
+    from coder_plugin.evaluation.evaluate import shortlist_length
+    from coder_plugin.report import beside
 
     rows, peer = result["rows"], result["best_peer"]
     others = [name for name in rows if name != peer]
     if peer is None or not others:
         return [note("There is no other row to compare with.")]
     best = max(others, key=lambda name: rows[name]["held_aside"])
-    if any(row.command is not None for row in plan.rows if row.name in (best, peer)):
-        return [note("Not shown: a command of one's own writes ranks alone.")]
-    encoded = {}
-    for name in (best, peer):
-        options = next(row for row in plan.rows if row.name == name).points()[0].options
-        encoder, source, _ = measure.open_run(Path(rows[name]["folder"]), plan.val_data, options)
-        encoded[name] = encoder(source)
-        del encoder
-    ranks = {name: np.asarray(_first_ranks(rows[name]["folder"])) for name in encoded}
-    gain = np.log1p(ranks[peer]) - np.log1p(ranks[best])
-    blocks: list[Block] = [note("With seed 0. Ranks count from 1; of an image's captions one is shown.")]
-    owner = encoded[best].image_of_text.tolist()
-    chosen = {}
-    for name, above in ((best, gain), (peer, -gain)):
-        order = np.argsort(-above)
-        chosen[f"{name} is better"] = of_different_images(order[above[order] > 0].tolist(), owner.__getitem__, _QUERIES)
-    found = {
-        (name, query): finder(encoded[name], "t2i", None)(query)
-        for queries in chosen.values() for query in queries for name in encoded
-    }  # fmt: skip
-    indices = {hit.index for each in found.values() for hit in each.hits[:_CANDIDATES]} | {owner[query] for _, query in found}
-    config = measure.data_config(plan.val_data, plan.rows[0].points()[0].options)
-    shown = shown_images(items_of(source, encoded[best], indices), pictures_under_regions(config, "val"))
-    empty = {"uri": None, "alt": ""}
-    for title, queries in chosen.items():
-        blocks += [heading(title)] if queries else []
-        for query in queries:
-            for name in (best, peer):
-                hits = [
-                    {"image": shown.get(hit.index) or {**empty, "key": f"image {hit.index}"}, "caption": "", "score": hit.score,
-                     "right": hit.right, "lead": ""}
-                    for hit in found[name, query].hits[:_CANDIDATES]
-                ]  # fmt: skip
-                caption, rank = f"{name}: {encoded[best].captions[query]}", f"{ranks[name][query] + 1:,}"
-                blocks.append({"query": {"image": None, "caption": caption, "rank": rank, "hits": hits}})
-    return blocks
-
-
-def _first_ranks(folder: str) -> Sequence[int]:
-    return json.loads((Path(folder) / "val.json").read_text())["t2i_ranks"]  # type: ignore[no-any-return]
+    opened = []
+    for name in (peer, best):
+        row = next(row for row in plan.rows if row.name == name)
+        if row.command is not None:
+            return [note("Not shown: a command of one's own writes ranks alone.")]
+        folder, options = Path(rows[name]["folder"]), row.points()[0].options
+        encoder, source, rerank = measure.open_run(folder, plan.val_data, options)
+        measured = json.loads((folder / "val.json").read_text())
+        found = {way: torch.tensor(measured[way]) for way in ("i2t_ranks", "t2i_ranks")}
+        pictures = pictures_under_regions(measure.data_config(plan.val_data, options), "val")
+        found["depth"] = shortlist_length(rerank, encoder)
+        opened.append(beside.Opened(name, encoder(source), source, pictures, found))
+    return [note("With seed 0."), *beside.queries(opened, _QUERIES)]
 
 
 def _settings(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:

@@ -40,7 +40,7 @@ def run(arguments: Command) -> int:
     if arguments.to not in _FORMS:
         raise CoderError(
             f"--to {arguments.to}: it is parquet or numpy; LanceDB, Qdrant, Milvus and pgvector take the Parquet files of an "
-            "index in a few lines: docs/vector_stores.md"
+            "index in a few lines: docs/embed.md#vector-stores"
         )
     check_folder(arguments.index, "an index", command="coder-plugin index")
     echo(vectors_command(arguments))

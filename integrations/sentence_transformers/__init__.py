@@ -1,4 +1,4 @@
-"""Our models and losses in sentence-transformers (docs/sentence_transformers.md).
+"""Our models and losses in sentence-transformers (docs/frameworks.md#sentence-transformers).
 
 sentence-transformers takes any module and any loss with the right methods, so it is not imported here.
 """

@@ -13,7 +13,7 @@ Then, each in a process of its own, so that memory and time are that step's alon
     first    opens the index in a new process and answers one query with the keys of its results, after the operating system
              was asked to drop the files from memory
     stores   with --stores: the same queries in LanceDB and Qdrant's local mode, filled from the embeddings as in
-             docs/vector_stores.md; each without an index, which compares all vectors, and LanceDB also with lists (IVF_FLAT)
+             docs/embed.md; each without an index, which compares all vectors, and LanceDB also with lists (IVF_FLAT)
 
 Printed, and written to --json: one JSON object.
 """

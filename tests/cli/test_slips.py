@@ -144,7 +144,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("duplicates pictures --html no/page.html", ["--html no/page.html: the folder no does not exist"]),
     ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: the folder no does not exist"]),
     ("vectors pictures --to lancedb", ["required: --output"]),
-    ("vectors pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/vector_stores.md"]),
+    ("vectors pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/embed.md"]),
     ("vectors nope --to numpy --output x", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
     ("mine --output n.tsv", ["name the model", "--model", "or give its --index"]),
     ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),

@@ -1,4 +1,4 @@
-"""The snippets of docs/vector_stores.md for LanceDB and Qdrant's local mode: the same ten results as a flat index."""
+"""The snippets of docs/embed.md for LanceDB and Qdrant's local mode: the same ten results as a flat index."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow.dataset
 import pytest
 
 from coder_plugin.search.build import build_index
@@ -21,11 +22,12 @@ def test_a_store_finds_what_the_index_does(library: str, tmp_path: Path, monkeyp
     embed(tmp_path / "e", units=2, rows=30)  # Qdrant commits each point
     build_index(tmp_path / "index", tmp_path / "e")
     index = Index(tmp_path / "index")
-    texts = [block.text for block in blocks(ROOT / "docs" / "vector_stores.md", "python")]
+    texts = [block.text for block in blocks(ROOT / "docs" / "embed.md", "python")]
     [snippet] = [text for text in texts if f"import {library}" in text or f"from {library}" in text]
     fill, ask = re.split(r"^(?=found = |results = )", snippet, maxsplit=1, flags=re.M)
     queries = np.random.default_rng(5).standard_normal((10, 8), dtype=np.float32)
-    given = {"vector": queries[0].tolist(), "folder": str(tmp_path / "index" / "embeddings")}
+    data = pyarrow.dataset.dataset(str(tmp_path / "index" / "embeddings"))
+    given = {"vector": queries[0].tolist(), "data": data, "columns": ["image_id", "key", "path", "image_vector"]}
     exec(fill, given)
     for query in queries:
         exec(ask, given | {"vector": query.tolist()}, results := {})  # type: ignore[var-annotated]

@@ -4,7 +4,8 @@
     python scripts/experiments/evidence.py                                         # anew, from docs/evidence/*.json
     python scripts/experiments/evidence.py --add frozen comparison/comparison.json  # and take over a comparison as frozen.json
 
-Between `<!-- begin NAME -->` and `<!-- end -->` a page has the table of NAME.json and its figure, evidence-NAME.svg.
+Between `<!-- begin NAME -->` and `<!-- end -->` a page has the table of NAME.json and its figure, evidence-NAME.svg; between
+`<!-- pooled ROW: NAMES -->` and `<!-- end -->` the row's mean difference from the best peers of these settings.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def block(name: str, result: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| nan |", "| – |")  # the time was not measured
     draw(DOCS / "figures" / f"evidence-{name}.svg", result)
     return f"{table}\n\n![Points of R@sum above {result['best_peer']}](../figures/evidence-{name}.svg)"
+
+
+def pooled(row: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """The mean over settings of a row's difference from each best peer.
+
+    The settings report the same images, so their errors are not independent. The half width of the interval is the mean of the
+    settings' half widths: right if the errors are equal, and too wide if they are not.
+    """
+    found = [each for result in results if (each := difference_of(result["rows"][row])) is not None]
+    low, mean, high = np.mean([[each.low, each.mean, each.high] for each in found], 0)
+    clear = sum(each.is_clear for each in found)
+    return (
+        f"Over {len(found)} settings `{row}` is {mean:+.1f} [{low:+.1f}, {high:+.1f}] from the best peer; "
+        f"in {clear} of them the\ninterval leaves out zero."
+    )
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:
@@ -76,8 +92,13 @@ def write(docs: Path | None = None) -> list[str]:
             result = json.loads((page.parent / f"{found[1]}.json").read_text(encoding="utf-8"))
             return f"<!-- begin {found[1]} -->\n\n{block(found[1], result)}\n\n<!-- end -->"
 
-        text = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end -->", fill, text, flags=re.S), encoding="utf-8")
+        def pool(found: re.Match[str], page: Path = page) -> str:
+            results = [json.loads((page.parent / f"{name}.json").read_text(encoding="utf-8")) for name in found[2].split()]
+            return f"<!-- pooled {found[1]}: {found[2]} -->\n\n{pooled(found[1], results)}\n\n<!-- end -->"
+
+        text = re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end -->", fill, page.read_text(encoding="utf-8"), flags=re.S)
+        text = re.sub(r"<!-- pooled (.+?): ([\w -]+) -->.*?<!-- end -->", pool, text, flags=re.S)
+        page.write_text(text, encoding="utf-8")
     return shown
 
 

@@ -50,3 +50,16 @@ def test_a_comparison_becomes_a_table_and_a_figure(
     saved = (tmp_path / "evidence" / "mine.json").read_text()
     assert "/home/me" not in saved and json.loads(saved)["rows"]["dcl"]["difference"] == {"rsum": difference}
     assert "<svg" in (tmp_path / "figures" / "evidence-mine.svg").read_text()
+
+
+def test_a_row_is_pooled_over_settings() -> None:
+    """Of settings on the same images the interval is as wide as theirs, not narrower by their number."""
+    import evidence
+
+    settings = [
+        {"rows": {"dcl": {"difference": {"rsum": {"mean": mean, "low": mean - reach, "high": mean + reach, "seeds": 3}}}}}
+        for mean, reach in ((6.0, 4.0), (2.0, 6.0))
+    ]
+    assert evidence.pooled("dcl", settings).startswith(
+        "Over 2 settings `dcl` is +4.0 [-1.0, +9.0] from the best peer; in 1 of them the\ninterval"
+    )

@@ -347,8 +347,12 @@ class Comparison:
         return make_result(self.plan, rows, self._before(), notes)
 
 
+#: Options of a loss. Those that rows have in common are for the rows whose loss reads them.
+_OF_LOSS = ("set", "concepts", "negatives", "positives", "hard_negatives", "negatives_file")
+
+
 def with_options_of_loss(plan: Plan) -> Plan:
-    """The plan whose rows have ``--set``, ``--concepts``, ``--negatives`` and ``--positives`` only where their loss reads them.
+    """The plan whose rows have ``--set``, ``--concepts``, ``--hard-negatives`` and the like only where their loss reads them.
 
     So that ``--loss clip --loss coder --concepts FILE`` is one command. What no row's loss reads stays: training refuses it.
     """
@@ -365,26 +369,26 @@ def with_options_of_loss(plan: Plan) -> Plan:
 
 
 def _options_of_loss(row: Row) -> dict[tuple[str, Any], bool]:
-    """Each of these options that a row has, with its value, and whether the row's loss reads it."""
+    """Each option of a loss that a row has, with its value, and whether the row's loss reads it."""
     from coder_plugin.heads.base import Head
     from coder_plugin.heads.capabilities import AddsTexts, heads_having
     from coder_plugin.model import required_heads, required_heads_with
     from coder_plugin.objective import Objective
     from coder_plugin.pretrained.options import resolve_config
 
-    names = ("set", "concepts", "negatives", "positives")
-    if not any(name in row.options for name in names):
+    if not any(name in row.options for name in _OF_LOSS):
         return {}
-    config = resolve_config({name: value for name, value in row.points()[0].options.items() if name not in names})
+    config = resolve_config({name: value for name, value in row.points()[0].options.items() if name not in _OF_LOSS})
     objective = Objective.parse(config.loss.expression)
     owners = {*required_heads(objective), *(term.name for term in objective.terms)}
-    reads = {("set", each): each.partition("=")[0].rpartition(".")[0].strip() in owners for each in row.options.get("set", ())}
     generates = bool(required_heads_with(objective, AddsTexts))
-    attends = bool(heads_having(required_heads_with(objective, Head), "image_attention"))
-    for name, has in (("concepts", attends), ("negatives", generates), ("positives", generates)):
-        if name in row.options:
-            reads[name, row.options[name]] = has
-    return reads
+    takes_hard = any("hard_negatives" in term.build().supports for term in objective.terms)
+    reads = {
+        "concepts": bool(heads_having(required_heads_with(objective, Head), "image_attention")),
+        "negatives": generates, "positives": generates, "hard_negatives": takes_hard, "negatives_file": takes_hard,
+    }  # fmt: skip
+    settings = {("set", each): each.partition("=")[0].rpartition(".")[0] in owners for each in row.options.get("set", ())}
+    return settings | {(name, row.options[name]): has for name, has in reads.items() if name in row.options}
 
 
 def with_held_aside(plan: Plan) -> Plan:

@@ -169,13 +169,15 @@ def test_an_option_of_a_loss_is_for_the_rows_whose_loss_reads_it() -> None:
     """So ``--concepts`` and ``--set`` may be common where ``clip`` is a row, as it nearly always is."""
     data = {"model": "ViT-B-32", "train_data": "train.csv"}
     common = {**data, "concepts": "c.safetensors", "set": ["dcl.mu=0.05", "concept_dcl.gamma=0.5"]}
-    losses = ("clip", "3*dcl", "3*dcl + concept_dcl", "ascl")
-    rows = [{"loss": loss, **({"negatives": "mixture"} if loss == "ascl" else {})} for loss in losses]
+    hard = {"hard_negatives": 5, "negatives_file": "n.jsonl"}
+    losses = ("clip", "3*dcl", "3*dcl + concept_dcl", "ascl", "siglip")
+    rows = [{"loss": loss, **hard, **({"negatives": "mixture"} if loss == "ascl" else {})} for loss in losses]
     (made,) = plan.make_plans(rows, common, seeds=1)
     of = {row.name: row.options for row in with_options_of_loss(made).rows}
-    assert of["clip"] == {"loss": "clip", **data}
-    assert of["3*dcl"] == {"loss": "3*dcl", "set": ["dcl.mu=0.05"], **data}
-    assert of["3*dcl + concept_dcl"] == {"loss": "3*dcl + concept_dcl", **common}
+    assert of["siglip"] == {"loss": "siglip", **data}
+    assert of["clip"] == {"loss": "clip", **data, **hard}
+    assert of["3*dcl"] == {"loss": "3*dcl", "set": ["dcl.mu=0.05"], **data, **hard}
+    assert of["3*dcl + concept_dcl"] == {"loss": "3*dcl + concept_dcl", **common, **hard}
     assert of["ascl"] == {"loss": "ascl", "negatives": "mixture", **data}
     (made,) = plan.make_plans([{"loss": "clip"}, {"loss": "3*dcl"}], common, seeds=1)
     of = {row.name: row.options for row in with_options_of_loss(made).rows}

@@ -238,5 +238,5 @@ def test_the_papers_number_of_training_images(tmp_path: Path, monkeypatch: pytes
 
 def test_the_page_names_recipes_that_exist() -> None:
     named = set(re.findall(r"`((?:coder|ascl|selfalign|camera|vsrn|vse)[\w/.-]*)`", PAGE.read_text(encoding="utf-8")))
-    known = {*recipes.names(), *recipes.objectives(), "coder-triplet"}  # the last: a row of our comparison
+    known = {*recipes.names(), *recipes.objectives()}
     assert {"coder-f30k-printed", "ascl/fig3-join"} <= named and named <= known, named - known

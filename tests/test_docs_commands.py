@@ -240,9 +240,8 @@ def test_the_pages_show_commands(shell: Path) -> None:
     programs = {command[0] for command in every}
     assert {"coder-plugin", "python", "torchrun", "accelerate", "pip", "srun", "f30k.sh"} <= programs
     assert sum(command[0] == "coder-plugin" for command in every) > 100
-    start = ["coder-plugin", "train", "--loss", "coder"]
-    looped = [command for command in every if command[:4] == start and "--seed" in command]
-    assert [command[command.index("--seed") + 1] for command in looped][:3] == ["0", "1", "2"]
+    looped = [command for command in every if command[:3] == ["coder-plugin", "regions", "convert"] and "--to-split" in command]
+    assert [command[command.index("--to-split") + 1] for command in looped] == ["train", "dev", "test"]
 
 
 @pytest.mark.parametrize(

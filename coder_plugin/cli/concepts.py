@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="make the concept vocabulary that CODER trains with, from captions",
         description="The most frequent nouns, verbs and adjectives of the training captions, how often they occur "
         "together, and "
-        "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
+        "their word vectors (see docs/coder.md), for --loss coder --concepts FILE.",
     )
     add_command(parser, Command, run, options=["train_data", *READING])
 

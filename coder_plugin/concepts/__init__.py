@@ -1,6 +1,6 @@
 """CODER's concept vocabulary: which words are concepts, how often they co-occur, and their word vectors.
 
-See ``docs/concepts.md``. spaCy is imported only when a spaCy tagger is created.
+See ``docs/coder.md``. spaCy is imported only when a spaCy tagger is created.
 """
 
 from coder_plugin.concepts.build import build_vocabulary, scenes_vocabulary

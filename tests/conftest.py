@@ -60,7 +60,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries look for leaks when the process ends, and pytest collects garbage five times before
+    atexit.register(gc.unfreeze)  # libraries look for leaks when the process ends; pytest collects garbage often before that
     huge_pages.use()
 
 

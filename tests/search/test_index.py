@@ -253,7 +253,7 @@ def test_damaged_and_torn_files_are_named(tmp_path: Path) -> None:
 
 
 def build_on_a_rank(model: str, folder: str) -> int:
-    job = EmbedJob(model=model, data="scenes", output=f"{folder}/embeddings", options={"workers": 0}, rows_per_file=100)
+    job = EmbedJob(model=model, data="scenes", output=f"{folder}/embeddings", options={"workers": 0}, rows_per_file=20)
     return build_index(folder, job)["images"]
 
 

@@ -87,8 +87,12 @@ def test_the_loss_of_a_recipe_is_one_graph(name: str, form: str, tiny_model: str
             torch.testing.assert_close(compiled[key].grad, value.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_loss(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its figures are those of a run that does not, also in steps that measure each term's gradient."""
+    """Its figures are those of a run that does not, also in steps that measure each term's gradient.
+
+    The short form is the trainer's cell of tests/integrations/test_framework_cells.py.
+    """
     compiled: list[str] = []
     compile_module = torch.nn.Module.compile
 

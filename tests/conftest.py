@@ -1,5 +1,6 @@
 """Shared by all tests: nothing is downloaded, threads are few, and a model small enough to train in seconds."""
 
+import atexit
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: threads that 
 
 # The same few examples in every worker and run. `--hypothesis-profile=thorough` draws more, and others each time.
 calm: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", derandomize=True, max_examples=30, **calm)
+settings.register_profile("repeatable", derandomize=True, max_examples=15, **calm)
 settings.register_profile("thorough", max_examples=300, **calm)
 settings.load_profile("repeatable")
 
@@ -40,6 +41,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+#: What takes longest begins first, so that no worker waits for another in the end.
+LONG = ("test_python_blocks_run", "test_two_processes_train_as_one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.name not in LONG)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported meanwhile is no garbage: looking for some takes 7 s. It stays: no collection of garbage has to visit it
@@ -51,11 +60,8 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries look for leaks when the process ends; pytest collects garbage often before that
     huge_pages.use()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # libraries look for leaks when the process ends
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +84,10 @@ def backward_before_compile() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def cheap_repetitions() -> Iterator[None]:
     """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check`` runs once (10 s), and nothing is forced to
-    disk, since no test cuts the power."""
+    disk, since no test cuts the power. The built-in scenes have 100 validation images: to encode all 500 takes seconds."""
     from open_clip.tokenizer import SimpleTokenizer
+
+    from coder_plugin.data import scenes
 
     parse, parsed = SimpleTokenizer.__init__, {}
 
@@ -101,6 +109,7 @@ def cheap_repetitions() -> Iterator[None]:
         patch.setattr("coder_plugin.doctor.installation.subprocess", SimpleNamespace(run=run))
         patch.setattr(SimpleTokenizer, "__init__", shared)
         patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
+        patch.setitem(scenes.DEFAULT_COUNTS, "val", 100)
         yield
 
 

@@ -39,7 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 #: What is fast enough to run always: two objectives of the papers. Tests of each loss compile its tiles.
 CASES = [
-    pytest.param(name, form, marks=() if name in QUICK and form in ("auto", "one tile") else pytest.mark.slow)
+    pytest.param(name, form, marks=() if name in QUICK and form == "auto" else pytest.mark.slow)
     for name in ALL
     for form in FORMS
 ]
@@ -87,8 +87,12 @@ def test_the_loss_of_a_recipe_is_one_graph(name: str, form: str, tiny_model: str
             torch.testing.assert_close(compiled[key].grad, value.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_loss(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its figures are those of a run that does not, also in steps that measure each term's gradient."""
+    """Its figures are those of a run that does not, also in steps that measure each term's gradient.
+
+    The short form is the trainer's cell of tests/integrations/test_framework_cells.py.
+    """
     compiled: list[str] = []
     compile_module = torch.nn.Module.compile
 
@@ -97,12 +101,15 @@ def test_a_run_compiles_its_loss(tiny_model: str, tmp_path: Path, monkeypatch: p
         compile_module(module, backend="aot_eager")
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    small = json.loads(Path(tiny_model).read_text())
+    small["vision_cfg"]["layers"] = small["text_cfg"]["layers"] = 1
+    (tmp_path / "small.json").write_text(json.dumps(small))
     options = {"batch_size": 4, "train_num_samples": 12, "epochs": 1, "workers": 0, "report": False, "logs": str(tmp_path)}
     found = []
     for name, more in (("eager", {}), ("compiled", {"torchcompile": True})):
         torch._dynamo.reset()
         config = {**options, "name": name, "log_every_n_steps": 2, **more}
-        Trainer(model=tiny_model, loss="dcl + clip", train="scenes", config=config).run()
+        Trainer(model=str(tmp_path / "small.json"), loss="dcl + clip", train="scenes", config=config).run()
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         found.append([[line["dcl_loss"], line["clip_loss"], line["share/dcl_loss"]] for line in lines if "dcl_loss" in line])
     assert len(compiled) == 2 and "CoderLoss" in compiled

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
 def commands(text: str, folder: Path) -> list[list[str]]:
     """The programs that a piece of bash starts, with their arguments."""
     written = folder / "commands"
@@ -118,11 +120,17 @@ def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
                 yield from parsers_of(each)
 
 
+@cache
+def parser_of_ours(open_ended: bool) -> argparse.ArgumentParser:
+    """Two of them: :func:`parse` changes what an open-ended command requires."""
+    return build_parser()
+
+
 def check_ours(arguments: list[str]) -> None:
     """A command of coder-plugin: its flags, and where they name a loss or a recipe, that this exists."""
     if arguments in (["…"], []) or {"--help", "--help-all"} & set(arguments):
         return
-    found = vars(parse(build_parser(), arguments))
+    found = vars(parse(parser_of_ours("…" in arguments), arguments))
     loss, recipe = found.get("loss") or "", found.get("recipe") or ""
     if loss and "…" not in loss and "spread" not in loss:  # ``spread`` is the page's reader's own, in docs/plugins.md
         Objective.parse(loss)

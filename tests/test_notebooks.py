@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 #: What the short form puts in place of each notebook's cell of parameters.
 SHORT = {
     "finetune_and_search": "PICTURES, HELD_OUT, EPOCHS, MORE_EPOCHS = 256, 50, 1, 1",
-    "your_own_loss": "PICTURES, HELD_OUT, EPOCHS, STEPS = 128, 50, 1, 4",
+    "your_own_loss": "PICTURES, HELD_OUT, EPOCHS, STEPS = 64, 20, 1, 4",
 }
 LARGEST = 300_000  # bytes of a notebook with its outputs
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

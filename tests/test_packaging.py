@@ -265,10 +265,7 @@ def test_imports_of_what_computes_are_torch_and_numpy() -> None:
     assert [set(line.split()) - {"torch", "numpy"} for line in loaded] == [{"loaded"}] * len(codes)
 
 
-@pytest.mark.parametrize(
-    "command",
-    "|train|eval|report|index|search|serve|concepts|regions|regions extract|regions convert|plugins|doctor|share".split("|"),
-)
+@pytest.mark.parametrize("command", ["", "train", "regions extract"])
 def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]
     done = subprocess.run(module, capture_output=True, text=True, timeout=60)

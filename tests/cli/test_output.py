@@ -65,7 +65,7 @@ def test_the_plan_is_a_table(tmp_path, tiny_model, capsys) -> None:
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
     assert lines["run"] == str(tmp_path / "logs" / "run") and lines["objective"] == "dcl"
     assert lines["training"] == "data    scenes (train): 6,000 images, 16 samples per epoch (one caption per image)"
-    assert lines["validation"] == "data  scenes (val): 500 images"
+    assert lines["validation"] == "data  scenes (val): 100 images"
     assert lines["batch"] == "16 pairs per step (8 per process and forward)"
     assert lines["length"] == "1 epoch of 1 step, 1 step in all"
     assert lines["frozen"] == "logit_scale (no term reads it)"

@@ -298,7 +298,7 @@ def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert list(row["by"]) == ["place", "words", "length"]
         assert list(row["by"]["place"]) == ["relations", "listing", "pair", "tally", "glimpse"]
         places = row["by"]["place"].values()
-        assert [place["t2i"]["count"] for place in places] == 5 * [500]
+        assert [place["t2i"]["count"] for place in places] == 5 * [100]
         assert sum(place["t2i"]["r10"] for place in places) / 5 == pytest.approx(row["t2i_r10"])
         assert all(place["i2t"]["r10"] <= row["i2t_r10"] + 1e-9 for place in places)
     assert main(["eval", str(runs / "before"), "--export", "last", "--workers", "0", "--by", "place"]) == 0

@@ -76,11 +76,13 @@ def check(runs: Any, model: Any, loss: str, pairs: int = 4) -> None:
 
 
 def cells(*settings: str) -> list[Any]:
-    """Loop, setting and loss. By default a setting runs once in each loop, with one loss after the other; the rest is slow."""
+    """Loop, setting and loss. By default a setting runs once in each loop, with one loss after the other; the rest is slow,
+    and so is compiling but in three loops."""
     rows = []
     for (row, loop), (column, setting) in itertools.product(enumerate(LOOPS.values()), enumerate(settings)):
         chosen = "dcl + m_dcl" if setting == "compile" else LOSSES[(row + column) % len(LOSSES)]  # coder takes 20 s to compile
-        rows += [pytest.param(loop, setting, loss, marks=[pytest.mark.slow] * (loss != chosen)) for loss in LOSSES]
+        late = setting == "compile" and loop not in ("raw", "hugging_face", "ours")
+        rows += [pytest.param(loop, setting, loss, marks=[pytest.mark.slow] * (late or loss != chosen)) for loss in LOSSES]
     return rows
 
 

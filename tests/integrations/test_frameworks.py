@@ -61,7 +61,7 @@ def differences(state: State, other: State) -> list[str]:
     return unequal
 
 
-@pytest.mark.parametrize("loss", [BANKS, "coder"])
+@pytest.mark.parametrize("loss", [pytest.param(BANKS, marks=pytest.mark.slow), "coder"])
 def test_every_loop_trains_to_the_same_bits(runs: Any, tiny_model: str, tmp_path: Path, loss: str) -> None:
     """A raw loop, Hugging Face's Trainer, Lightning and sentence-transformers; and our trainer, which takes the gradient of the
     features first."""

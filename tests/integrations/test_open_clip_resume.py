@@ -45,7 +45,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(released: Any, tmp_path: Path) -
         assert all(torch.equal(found["optimizer"]["state"][number][key], value) for key, value in moments.items())
 
 
-@pytest.mark.parametrize("processes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("processes", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_resuming_on_other_numbers_of_processes(processes: tuple[int, int], released: Any, tmp_path: Path) -> None:
     def run(number: int, name: str, *further: str, **flags: object) -> runs.Ran:
         data = [*released.data["webdataset"], *CODER, *further]
@@ -91,7 +91,10 @@ def results(ran: runs.Ran) -> dict[str, float]:
     return json.loads((ran.folder / "checkpoints" / "results.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("start", ["checkpoints/epoch_4.pt", "export/last/open_clip_model.safetensors", "resume"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param("checkpoints/epoch_4.pt", marks=pytest.mark.slow), "export/last/open_clip_model.safetensors", "resume"],
+)
 def test_evaluation_alone_finds_what_training_found(start: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     place = ["--resume", str(trained.folder / "checkpoints/epoch_4.pt")]
     place = place if start == "resume" else ["--pretrained", str(trained.folder / start)]

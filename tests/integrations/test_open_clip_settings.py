@@ -77,7 +77,7 @@ def test_resuming_with_other_settings_is_refused(
         runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, *resume, epochs=2))
 
 
-@pytest.mark.parametrize("loss", ["dcl", "clip", "clip + ascl"])
+@pytest.mark.parametrize("loss", ["dcl", "clip + ascl"])
 def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     teacher = str(trained.folder / "export" / "last" / "open_clip_model.safetensors")
     further = ["--loss", loss, "--distill-model", Path(released.models["vit"]).stem, "--distill-pretrained", teacher]

@@ -70,7 +70,7 @@ def equal(one: Any, other: Any) -> bool:
     return states[0].keys() == states[1].keys() and all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign"])
+@pytest.mark.parametrize("expression", [pytest.param("dcl + m_dcl", marks=pytest.mark.slow), "coder", "clip + selfalign"])
 def test_the_trainer_equals_a_raw_loop(make: Any, tmp_path: Path, caplog: Any, expression: str) -> None:
     """Losses and weights, those of momentum towers too, to the bit; and nobody had to follow the optimizer.
 

@@ -253,14 +253,14 @@ def test_damaged_and_torn_files_are_named(tmp_path: Path) -> None:
 
 
 def build_on_a_rank(model: str, folder: str) -> int:
-    job = EmbedJob(model=model, data="scenes", output=f"{folder}/embeddings", options={"workers": 0}, rows_per_file=100)
+    job = EmbedJob(model=model, data="scenes", output=f"{folder}/embeddings", options={"workers": 0}, rows_per_file=20)
     return build_index(folder, job)["images"]
 
 
 def test_ranks_share_the_work(tmp_path: Path) -> None:
     """Two ranks encode; the index is that of one."""
     model = str(write_model(tmp_path / "export", "clip"))
-    assert gloo.run(build_on_a_rank, model, str(tmp_path / "two")) == [500, 500]
+    assert gloo.run(build_on_a_rank, model, str(tmp_path / "two")) == [100, 100]
     build_on_a_rank(model, str(tmp_path / "one"))
     two, one = (rows_of(Index(tmp_path / name)) for name in ("two", "one"))
     assert [each[:4] for each in two] == [each[:4] for each in one]

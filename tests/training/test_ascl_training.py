@@ -30,7 +30,7 @@ FUSED = "ascl(similarity=fusion,temperature=0.1) + ascl(temperature=0.1)"
 
 
 def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # noqa: F811
-    options = {"model": "region-bigru", "loss": FUSED, "epochs": 5, "val_frequency": 5, "captions": "all", "lr": 3e-3}
+    options = {"model": "region-bigru", "loss": FUSED, "epochs": 3, "val_frequency": 3, "captions": "all", "lr": 6e-3}
     found = Trainer.from_config(config(made, tmp_path, **options, wd=0.0, set=["fusion.heads=2"])).run()
     value = losses(tmp_path)
     assert sum(value[-5:]) < 0.8 * sum(value[:5]), (value[:5], value[-5:])

@@ -35,7 +35,7 @@ FEW = ["alignment.prototypes=12"]
     ],
 )
 def test_a_run_learns_and_its_evaluation_repeats_with_and_without_contexts(tmp_path, made, model, loss, kwargs):  # noqa: F811
-    options = {"model": model, "loss": loss, "epochs": 5, "val_frequency": 5, "captions": "all", "wd": 0.0, "lr": 3e-3}
+    options = {"model": model, "loss": loss, "epochs": 3, "val_frequency": 3, "captions": "all", "wd": 0.0, "lr": 5e-3}
     given = config(made, tmp_path, **options, set=FEW)
     found = Trainer.from_config({**given, "model_kwargs": [*given["model_kwargs"], *kwargs]}).run()["last"]
     value = losses(tmp_path)

@@ -60,7 +60,7 @@ def test_results_are_lines_of_json_with_ratios_of_the_same_rounds(common, tmp_pa
     assert machine["bench"] == "made" and machine["machine"]["torch"] == torch.__version__.partition("+")[0]
     assert machine["machine"]["no-such-package"] == "not installed" and machine["machine"]["threads"] == 1
     assert case["seconds"] == {"peer": 2.0, "ours": 6.0, "theirs": 2.0} and case["n"] == 3
-    assert case["ratio"] == {"ours": 2.0, "theirs": 1.0} and case["quartiles"]["ours"] == [2.0, 3.0]
+    assert case["ratio"] == {"ours": 2.0, "theirs": 1.0} and case["quartiles"] == {"ours": [2.0, 3.0], "theirs": [0.5, 1.5]}
     assert case["ratios"]["ours"] == {"peer": 0.5, "theirs": 0.5}
     printed = capsys.readouterr().out
     assert "ours: 2.000 x peer (quartiles 2.000 to 3.000)" in printed and "a case" in printed

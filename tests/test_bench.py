@@ -110,7 +110,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("script", "options", "steps"), SMALL)
 def test_scripts_compare_with_their_peers(script, options, steps, tmp_path) -> None:
-    command = [str(SCRIPTS / f"{script}.py"), *options.split(), "--repeats", "2", "--block", "0.01"]
+    command = [str(SCRIPTS / f"{script}.py"), *options.split(), "--repeats", "1", "--block", "0.01"]
     done = fresh.run([*command, "--json", str(tmp_path / "results")], timeout=300)
     assert done.returncode == 0, done.stderr
     machine, *lines = map(json.loads, (tmp_path / "results").read_text().splitlines())

@@ -79,7 +79,8 @@ def make_steps(spec: str, samples: int, options: argparse.Namespace) -> dict[str
             wds.to_tuple("image", "text"),
             wds.batched(options.batch_size, partial=False),
         )
-        for images, _ in DataLoader(pipeline, batch_size=None, num_workers=1):
+        # forked, since the pipeline's functions cannot be pickled
+        for images, _ in DataLoader(pipeline, batch_size=None, num_workers=1, multiprocessing_context="fork"):
             yield len(images)
 
     def take(feed: Callable[[], Iterator[int]]) -> None:

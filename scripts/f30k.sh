@@ -13,7 +13,7 @@
 # BERT is downloaded from the Hub; for another model or a local folder add --model-kwargs text=FOLDER.
 # For a row of the paper's tables add --recipe coder/table2-1, … and set NAME.
 set -euo pipefail
-precomp=${1:?the folder f30k_precomp}
+precomp=${1:?a folder such as f30k_precomp}
 glove=${2:?word vectors, such as glove.6B.300d.txt}
 shift 2
 runs=${RUNS:-logs}
@@ -29,7 +29,7 @@ mkdir -p "$runs"
 if [[ ! -f $concepts ]]; then
     coder-plugin concepts --train-data "$precomp" --vectors "$glove" --output "$concepts" ${TAGGER:+--tagger "$TAGGER"}
 fi
-accelerate launch "${launch[@]}" -m coder_plugin.cli train --recipe coder-f30k --concepts "$concepts" \
+accelerate launch "${launch[@]}" -m coder_plugin.cli train --recipe "${RECIPE:-coder-f30k}" --concepts "$concepts" \
     --train-data "$precomp" --val-data "$precomp" --batch-size $((128 / processes)) \
     --logs "$runs" --name "$name" ${resume[@]+"${resume[@]}"} "$@"
-coder-plugin eval "$runs/$name" --val-data "$precomp" --split test
+coder-plugin eval "$runs/$name" --val-data "$precomp" ${EVAL:---split test} # several words

@@ -105,17 +105,11 @@ def trained(repetitions: int, images: int = 300, seeds: int = 3) -> tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    each = commands.add_parser("scores", help="rows whose images' scores are drawn")
-    each.add_argument("--repetitions", type=int, default=1000, help="comparisons of each kind [1000]")
-    each = commands.add_parser("trained", help="rows that are trained")
-    each.add_argument("--repetitions", type=int, default=200, help="comparisons of each kind [200]")
+    parser.add_argument("command", choices=["scores", "trained"], help="rows whose scores are drawn, or rows that are trained")
+    parser.add_argument("--repetitions", type=int, default=200, help="comparisons of each kind [200]")
     options = parser.parse_args()
     sys.path.append(str(ROOT))
-    if options.command == "scores":
-        scores(options.repetitions)
-    else:
-        trained(options.repetitions)
+    {"scores": scores, "trained": trained}[options.command](options.repetitions)
 
 
 if __name__ == "__main__":

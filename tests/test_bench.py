@@ -1,11 +1,10 @@
-"""What the scripts of scripts/bench share: steps in turns, ratios to a peer of the same run, results as lines of JSON."""
+"""The scripts of scripts/bench: steps in turns, ratios to a peer of the same run, lines of JSON; each script at a tiny size."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,96 +17,130 @@ from tests import fresh
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "bench"
 
 
-@pytest.fixture(scope="module")
-def common() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_common", SCRIPTS / "common.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_steps_take_turns_in_rotating_order_after_the_warm_up(common) -> None:
+@pytest.fixture(scope="module")
+def common() -> ModuleType:
+    return load("common")
+
+
+def results_of(common: ModuleType, file: Path, *arguments: str) -> object:
+    options = common.parser("A benchmark.", repeats=3).parse_args(["--json", str(file), *arguments])
+    return common.Results("made", options, ["open_clip_torch", "no-such-package"])
+
+
+def test_steps_take_turns_in_rotating_order(common, tmp_path, monkeypatch) -> None:
     order: list[str] = []
-    steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = common.measure(steps, repeats=3, warm_up=1)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+    def measured(timer: torch.utils.benchmark.Timer, min_run_time: float) -> torch.utils.benchmark.Measurement:
+        order.append(timer._task_spec.sub_label)
+        return timer.timeit(1)
+
+    monkeypatch.setattr(torch.utils.benchmark.Timer, "blocked_autorange", measured)
+    results_of(common, tmp_path / "made").compare("a case", {name: torch.rand(3).sum for name in "abc"})
+    assert "".join(order) == "abc" + "bca" + "cab"
+
+
+def test_results_are_lines_of_json_with_ratios_of_the_same_rounds(common, tmp_path, capsys) -> None:
+    results = results_of(common, tmp_path / "made", "--wall")
+    # the machine becomes slower from one round to the next: ratios of the medians would be 3 and 1.5
+    times = {"peer": [1.0, 2.0, 4.0], "ours": [2.0, 6.0, 8.0], "theirs": [1.0, 3.0, 2.0]}
+    spec = {name: results.timer("a case", name, int)._task_spec for name in times}
+    found = {
+        name: [torch.utils.benchmark.Measurement(1, [value], spec[name]) for value in values] for name, values in times.items()
+    }
+    assert results.report("a case", found, peers=2, n=3) == {"ours": 2.0, "theirs": 1.0}
+    machine, case = map(json.loads, (tmp_path / "made").read_text().splitlines())
+    assert machine["bench"] == "made" and machine["machine"]["torch"] == torch.__version__.partition("+")[0]
+    assert machine["machine"]["no-such-package"] == "not installed" and machine["machine"]["threads"] == 1
+    assert case["seconds"] == {"peer": 2.0, "ours": 6.0, "theirs": 2.0} and case["n"] == 3
+    assert case["ratio"] == {"ours": 2.0, "theirs": 1.0} and case["quartiles"] == {"ours": [2.0, 3.0], "theirs": [0.5, 1.5]}
+    assert case["ratios"]["ours"] == {"peer": 0.5, "theirs": 0.5}
+    printed = capsys.readouterr().out
+    assert "ours: 2.000 x peer (quartiles 2.000 to 3.000)" in printed and "a case" in printed
+
+
+def test_cpu_time_is_measured_unless_the_clock_is_asked_for(common, tmp_path) -> None:
+    import time
+
+    step = lambda: time.sleep(0.05)  # noqa: E731
+    by_cpu, by_clock = (
+        results_of(common, tmp_path / "made", *flags).timer("a case", "sleep", step).timeit(1).median
+        for flags in ([], ["--wall"])
+    )
+    assert by_cpu < 0.03 < 0.05 <= by_clock
+
+
+def test_infonce_from_one_product_is_clip_loss(monkeypatch) -> None:
+    from open_clip.loss import ClipLoss
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    torch.manual_seed(0)
+    images, texts = (normalize(torch.randn(7, 5, dtype=torch.float64), dim=1) for _ in range(2))
+    scale = torch.tensor(9.0, dtype=torch.float64)
+    found = load("loss_step").one_product_infonce(images, texts, scale)
+    assert torch.allclose(found, ClipLoss()(images, texts, scale), rtol=1e-12)
+    sys.modules.pop("common")
+
+
+SLOW = pytest.mark.slow
+#: Script, options, and the steps that are compared with the peer of each case.
+SMALL = [
+    ("loss_step", "--sizes 8x4", [["one-product InfoNCE", "tiled float32", "bare products"]]),
+    ("loss_step", "--sizes 8x4 --loss ascl --forms reference", [["one-product InfoNCE", "reference float32", "bare products"]]),
+    ("bank_step", "--sizes 4x16 --dim 4", [["reference", "tiled"], ["S and its SD", "moments", "write"]]),
+    ("coder_step", "--bank 64 --clusters 8 --batch-size 4 --no-memory", [["coder"]]),
+    ("paper_schedule", "--tiny --steps 1 --workers 0", [["fed by the loader"]]),
+    ("evaluate", "--images 20 --dim 8", [["evaluation", "plain"]]),
+    ("fusion", "--images 6 --texts 30 --dim 16 --top 4", [["re-ranked"]]),
+    ("papers", "--small --candidates 50", [["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"],
+                                           ["CODER", "AsCL's fusion, 1/4 of the pairs"]]),
+    ("search", "--items 300 --dimensions 8", [["Index", "Searcher"]]),
+    pytest.param("data_feed", "--samples 9 --batch-size 4 --size 32", [["TrainLoader"], ["webdataset"]], marks=SLOW),
+    pytest.param("extract", "--images 3", [["extraction"]], marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "options", "steps"), SMALL)
+def test_scripts_compare_with_their_peers(script, options, steps, tmp_path) -> None:
+    command = [str(SCRIPTS / f"{script}.py"), *options.split(), "--repeats", "1", "--block", "0.01"]
+    done = fresh.run([*command, "--json", str(tmp_path / "results")], timeout=300)
+    assert done.returncode == 0, done.stderr
+    machine, *lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert machine["bench"] == script and machine["machine"]["processor"] in done.stdout
+    assert [list(line["ratio"]) for line in lines] == steps
+    for line in lines:
+        assert min([*line["ratio"].values(), *line["seconds"].values()]) > 0
+        assert all(f"{name}: " in done.stdout for name in line["ratio"] if script != "fusion")
+        assert all(error < 1e-5 for error in line.get("error", {}).values()) if script == "loss_step" else True
+    if script == "search":
+        assert lines[0]["recall"] == {"Index": 1.0} and lines[0]["build_seconds"] > 0 and lines[0]["open_seconds"] > 0
+    if script == "papers":  # SelfAlign's head on VSRN; the recipe `vsrn` has no projection of words
+        base, both = (float(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if "bigru-vsrn, " in line)
+        assert both - base == pytest.approx(0.065, abs=0.012)
 
 
 @pytest.mark.slow
-def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
-    """In its smallest form: the figures mean nothing."""
-    options = "--samples 9 --batch-size 4 --size 32 --repeats 2 --picture 40 30 --clock cpu".split()
-    feeds = ["loader, 0 workers", "loader, 1 worker, normalized"]
-    done = fresh.run(
-        [str(SCRIPTS / "data_feed.py"), *options, "--json", str(tmp_path / "feed"), "--feeds", *feeds], timeout=300
-    )
+def test_a_server_answers_several_clients(tmp_path) -> None:
+    command = "--items 200 --clients 2 --seconds 4 --repeats 2".split()
+    done = fresh.run([str(SCRIPTS / "serve.py"), *command, "--json", str(tmp_path / "results")], timeout=300)
     assert done.returncode == 0, done.stderr
-    machine, case = map(json.loads, (tmp_path / "feed").read_text().splitlines())
-    assert machine["bench"] == "data_feed" and {"torchvision", "pillow", "webdataset"} <= machine["machine"].keys()
-    assert case["samples"] == 8 and list(case["rate_ratio"]) == list(case["ratio_to_second"]) == feeds
-    assert (case["peer"], case["second"]) == ("decode", "decode, float") and list(case["ratio"]) == [*feeds, case["second"]]
-    assert "of decode\n" in done.stdout and "of decode, float\n" in done.stdout
-    for name in feeds:
-        assert case["samples_per_second"][name] == pytest.approx(8 / case["seconds"][name])
-        assert min(case["seconds"][name], case["ratio"][name], case["rate_ratio"][name]) > 0
+    line = json.loads((tmp_path / "results").read_text().splitlines()[1])
+    assert line["errors"] == 0 and min(line["p50_p95_rate"]["server"] + line["p50_p95_rate"]["peer"]) > 0
+    assert "x peer" in done.stdout and len(line["memory_mb"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("script", "options", "peers"),
-    [
-        ("loss_step", "--sizes 8x4 --modes eager --repeats 2 --block 0", ["ClipLoss", "one-product InfoNCE"]),
-        ("bank_step", "--anchors 4 --entries 16 --dim 4 --repeats 2", ["InfoNCE"]),
-        ("coder_step", "--bank 64 --clusters 8 --batch-size 4 --repeats 2 --no-memory", ["clip"]),
-    ],
-)
-def test_losses_and_steps_are_compared_with_their_peers(script, options, peers, tmp_path) -> None:
-    command = [str(SCRIPTS / f"{script}.py"), *options.split(), "--threads", "1", "--json", str(tmp_path / "results")]
-    done = fresh.run(command, timeout=300)
+@pytest.mark.slow
+def test_peak_memory_of_steps_beside_clip(tmp_path) -> None:
+    options = "--bank 64 --clusters 8 --batch-size 8 --repeats 1".split()
+    done = fresh.run([str(SCRIPTS / "coder_step.py"), *options, "--json", str(tmp_path / "results")], timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
-    (case,) = [line for line in lines if "ratio" in line]
-    assert [case.get("peer"), case.get("second")][: len(peers)] == peers and set(case["repeats"].values()) == {2}
-    for peer in peers:
-        assert f" x {peer}" in done.stdout
-    assert "(2 repetitions)" in done.stdout and "processor" in lines[0]["machine"] and "processor" in done.stdout
-
-
-def test_the_papers_figures_of_speed_in_their_smallest_form(tmp_path) -> None:
-    options = "--small --candidates 50 --repeats 1".split()
-    done = fresh.run([str(SCRIPTS / "papers.py"), *options, "--json", str(tmp_path / "papers")], timeout=300)
-    assert done.returncode == 0, done.stderr
-    _, camera, vsrn, scoring, pairs = map(json.loads, (tmp_path / "papers").read_text().splitlines())
-    assert [list(case["ratio"]) for case in (camera, vsrn, scoring, pairs)] == [
-        ["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"], ["CODER", "AsCL's fusion"],
-    ]  # fmt: skip
-    base, both = (float(each) for each in re.findall(r"region-bigru-vsrn, .*: (.*) M parameters", done.stdout))
-    assert both - base == pytest.approx(0.065, abs=0.012)  # the recipe `vsrn` has no projection of words
-    assert pairs["kilo_pairs_per_second"]["CODER"] == pytest.approx(20 * 100 / pairs["seconds"]["CODER"] / 1e3)
-
-
-def test_results_are_lines_of_json_with_ratios_of_the_same_repetitions(common, tmp_path, capsys) -> None:
-    threads = torch.get_num_threads()
-    options = argparse.Namespace(threads=threads, json=tmp_path / "results.jsonl", device="cpu")
-    results = common.Results("made", options, ["open_clip_torch", "no-such-package"])
-    # the machine becomes slower from one repetition to the next: ratios of the medians would be 3 and 1.5
-    times = {"peer": [1.0, 2.0, 4.0], "ours": [2.0, 6.0, 8.0], "theirs": [1.0, 3.0, 2.0]}
-    assert results.compare("a case", times, peer="peer", n=3) == {"ours": 2.0, "theirs": 1.0}
-    machine, case = map(json.loads, options.json.read_text().splitlines())
-    assert machine["bench"] == "made" and machine["machine"]["torch"] == torch.__version__.partition("+")[0]
-    assert machine["machine"]["no-such-package"] == "not installed"
-    assert case["peer"] == "peer" and case["seconds"]["ours"] == 6.0 and case["ratio"]["theirs"] == 1.0 and case["n"] == 3
-    assert "2.000 x peer" in capsys.readouterr().out
-
-
-def test_the_plain_peer_computes_what_clip_loss_does(common) -> None:
-    torch.manual_seed(0)
-    images, texts = (normalize(torch.randn(7, 5, dtype=torch.float64), dim=1) for _ in range(2))
-    name, loss = common.clip_loss()
-    assert name == "ClipLoss"
-    scale = torch.tensor(9.0, dtype=torch.float64)
-    assert torch.allclose(common.plain_infonce(images, texts, scale), loss(images, texts, scale), rtol=1e-12)
-    assert torch.allclose(common.one_product_infonce(images, texts, scale), loss(images, texts, scale), rtol=1e-12)
-    expected = -torch.stack([(scale * images @ texts.T).log_softmax(dim).diag().mean() for dim in (0, 1)]).mean()
-    assert torch.allclose(common.plain_infonce(images, texts, scale), expected, rtol=1e-12)
+    memory = json.loads((tmp_path / "results").read_text().splitlines()[-1])
+    assert memory["peak_memory"]["clip"] > 20e6 and 1 < memory["memory_ratio"]["coder"] < 3

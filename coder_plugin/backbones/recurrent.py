@@ -1,8 +1,8 @@
 """GRUs for training under autocast on a CPU.
 
 In bfloat16 a GRU takes half the time of float32 on a processor with AVX512-BF16, somewhat more on one with AVX-512 alone, and
-about eleven times as long on one without AVX-512 (docs/BENCHMARKS.md). So it follows autocast on the first, and stays in
-float32 on the others and under float16. On other devices autocast applies as everywhere.
+about eleven times as long on one without AVX-512 (as limited by oneDNN's ``ONEDNN_MAX_CPU_ISA``). So it follows autocast on
+the first, and stays in float32 on the others and under float16. On other devices autocast applies as everywhere.
 """
 
 from __future__ import annotations

@@ -1,96 +1,103 @@
 #!/usr/bin/env python3
-"""Time of M-DCL's forward and backward pass against InfoNCE on the same keys and banks, measured in the same run.
+"""How long does M-DCL take over a large bank, beside InfoNCE on the same keys and banks? And its diversity, beside a product?
 
-    python scripts/bench/bank_step.py                                     on the CPU: 128 anchors, 32,768 and 65,536 entries
-    python scripts/bench/bank_step.py --device cuda --dtype float16 --anchors 128 --entries 1048576 --dim 1024
+    python scripts/bench/bank_step.py                                                   128 anchors, 32,768 entries, on a CPU
+    python scripts/bench/bank_step.py --device cuda --dtype float16 --dim 1024 --sizes 128x65536 128x1048576 4096x1048576
 
-InfoNCE is the cross-entropy of both directions over keys and entries, as in MoCo: it multiplies with keys and with entries, and
-joins the logits, so that it copies no bank. M-DCL computes its diversity over the bank from the bank's running moments, as in
-training; that is part of its time. Every repetition times each loss once, in rotating order; a ratio is the median over
-repetitions. Below 1 is faster than InfoNCE. On a GPU the peak of allocated memory beyond banks and inputs is given too.
+*InfoNCE* is the cross-entropy of both directions over keys and entries, as in MoCo, with forward and backward pass. M-DCL takes
+its diversity over the bank from the bank's running moments, as in training, and that is part of its time.
+
+For the first size the diversity of anchors over one bank is timed too. The peer is S, the product of anchors and bank;
+*S and its SD* has the standard deviation of each row too, which is CODER's equation 3; *moments* is what the losses do
+instead, with masks and current keys; *write* puts a batch of keys into both banks and updates the moments.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
-from common import Results, Step, add_options, measure, peak_bytes
+from common import Results, Step, parser
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
+from coder_plugin.contrast import Implementation
 from coder_plugin.functional import m_dcl
 from coder_plugin.losses.diversity import raw_diversity_of_variance
 from coder_plugin.memory.bank import CoupledBank
 
-PEER = "InfoNCE"
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, repeats=9)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="type of the banks")
-    parser.add_argument("--anchors", type=int, default=128, help="pairs of a batch [128]")
-    parser.add_argument("--entries", type=int, nargs="+", default=[32_768, 65_536], help="entries of each bank")
-    parser.add_argument("--dim", type=int, default=512, help="dimensions [512]")
-    parser.add_argument("--forms", nargs="+", default=["reference", "tiled"], help="values of --loss-impl [reference tiled]")
-    parser.add_argument("--warm-up", type=int, default=3, help="untimed calls of each loss, before [3]")
-    parser.add_argument("--no-peer", action="store_true", help="without InfoNCE, where it does not fit")
-    options = parser.parse_args()
+    made = parser(__doc__, repeats=7)
+    made.add_argument("--sizes", nargs="+", default=["128x32768"], metavar="NxQ", help="anchors x entries [128x32768]")
+    made.add_argument("--dim", type=int, default=512, help="dimensions [512]")
+    dtypes = ["float32", "bfloat16", "float16"]
+    made.add_argument("--dtype", default="float32", choices=dtypes, help="type of the banks [float32]")
+    options = made.parse_args()
     results = Results("bank_step", options)
-    for entries in options.entries:
-        steps = make_steps(entries, options)
-        times = measure(
-            steps, options.device, options.repeats, warm_up=options.warm_up, clock=options.clock, limit=options.limit
-        )
-        peaks = {name: peak_bytes(step, options.device) for name, step in steps.items()}
-        case = f"{options.anchors} x {entries} x {options.dim}, banks in {options.dtype}"
-        results.compare(case, times, peer=next(iter(steps)), n=options.anchors, entries=entries, peak_bytes=peaks)
+    for size in options.sizes:
+        anchors, entries = map(int, size.split("x"))
+        loss, diversity, error = make_steps(anchors, entries, options)
+        results.compare(f"m_dcl {anchors} x {entries}", loss)
+        if size == options.sizes[0]:
+            print(f"moments: largest error of a standard deviation {error():.1e}")
+            results.compare(f"diversity {anchors} x {entries}", diversity, error=error())
 
 
-def make_steps(entries: int, options: argparse.Namespace) -> dict[str, Step]:
-    """Forward and backward of each loss for one random batch with its keys and banks."""
+def make_steps(
+    n: int, entries: int, options: argparse.Namespace
+) -> tuple[dict[str, Step], dict[str, Step], Callable[[], float]]:
+    """Steps of the losses, and of the diversity with its largest error, for one random batch of n pairs and its keys."""
     torch.manual_seed(0)
-    n, device = options.anchors, options.device
 
     def features(count: int) -> Tensor:
-        return normalize(torch.randn(count, options.dim, device=device), dim=1)
+        return normalize(torch.randn(count, options.dim, device=options.device) + 0.1, dim=1)
 
-    live = [features(n).requires_grad_() for _ in range(2)]
-    keys, banks = [features(n) for _ in range(2)], [features(entries).to(getattr(torch, options.dtype)) for _ in range(2)]
-    ids, bank_ids = (torch.randint(2**62, (size,), device=device) for size in (n, entries))
-    bank = CoupledBank(entries, options.dim, dtype=options.dtype).to(device)
-    bank.enqueue(*banks, bank_ids)
-    banks = [bank.image, bank.text]
-    labels = torch.arange(n, device=device)
+    live, keys = [features(n).requires_grad_() for _ in range(2)], [features(n) for _ in range(2)]
+    bank = CoupledBank(entries, options.dim, dtype=options.dtype).to(options.device)
+    for start in range(0, entries, 65_536):
+        rows = min(65_536, entries - start)
+        bank.enqueue(features(rows), features(rows), torch.arange(start, start + rows, device=options.device))
+    banks, labels = [bank.image, bank.text], torch.arange(n, device=options.device)
+    ids = torch.randint(2 * entries, (n,), device=options.device)  # about half of them are in the bank
 
     def infonce() -> tuple[Tensor, ...]:
-        loss = sum(
-            cross_entropy(torch.cat([20 * anchors @ keys[1 - k].T, product(20 * anchors, banks[1 - k])], 1), labels)
-            for k, anchors in enumerate(live)
-        )
-        return torch.autograd.grad(loss, live)
+        def logits(k: int) -> Tensor:  # the bank is multiplied in its own type: no copy
+            return torch.cat([live[k] @ keys[1 - k].T, (live[k].to(banks[1 - k].dtype) @ banks[1 - k].T).float()], 1)
+
+        return torch.autograd.grad(sum(cross_entropy(20 * logits(k), labels) for k in range(2)), live)
+
+    def variance(side: str) -> Tensor:
+        own, other = (live[0], keys[1]) if side == "text" else (live[1], keys[0])
+        return bank.variance(side, own.detach(), other, ids, ids, mask_entries=True)
+
+    def coupled(form: Implementation) -> tuple[Tensor, ...]:
+        raw = [raw_diversity_of_variance(variance(side).float()) for side in ("text", "image")]
+        diversity = (raw[0] / raw[0].amax(), raw[1] / raw[1].amax())
+        passed = {"image_ids": ids, "bank_ids": bank.ids, "bank_diversity": diversity, "implementation": form}
+        return torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed), live)
 
     @torch.no_grad()
-    def diversity() -> tuple[Tensor, Tensor]:
-        sides = zip(("text", "image"), live, (keys[1], keys[0]), strict=True)
-        raw = [
-            raw_diversity_of_variance(bank.variance(side, anchors, others, ids, ids, mask_entries=True).float())
-            for side, anchors, others in sides
-        ]
-        return raw[0] / raw[0].amax(), raw[1] / raw[1].amax()
+    def deviation(dtype: torch.dtype = torch.float32) -> Tensor:
+        similarity = live[0].to(dtype) @ torch.cat([keys[1], bank.text]).to(dtype).T
+        allowed = torch.cat([ids[:, None] != ids, ids[:, None] != bank.ids], 1)
+        count = allowed.sum(1)
+        mean = torch.where(allowed, similarity, 0).sum(1) / count
+        return (torch.where(allowed, similarity - mean[:, None], 0).square().sum(1) / count).sqrt()
 
-    def coupled(form: str) -> tuple[Tensor, ...]:
-        passed = {"image_ids": ids, "bank_ids": bank_ids, "bank_diversity": diversity()}
-        return torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed, implementation=form), live)
+    def error() -> float:
+        exact = deviation(torch.float64)
+        return float(((variance("text").sqrt() - exact) / exact).abs().max())
 
-    steps: dict[str, Step] = {} if options.no_peer else {PEER: infonce}
-    return steps | {form: lambda form=form: coupled(form) for form in options.forms}
-
-
-def product(anchors: Tensor, bank: Tensor) -> Tensor:
-    """``anchors @ bank.T`` without a copy of the bank, where the device multiplies its type."""
-    return (anchors.to(bank.dtype) @ bank.T).float()
+    diversity: dict[str, Step] = {
+        "S": lambda: live[0].detach().to(bank.text.dtype) @ bank.text.T,
+        "S and its SD": deviation,
+        "moments": lambda: variance("text"),
+        "write": lambda: bank.enqueue(keys[0], keys[1], ids + 4 * entries),
+    }
+    forms: tuple[Implementation, ...] = ("reference", "tiled")
+    return {"InfoNCE": infonce, **{form: lambda form=form: coupled(form) for form in forms}}, diversity, error
 
 
 if __name__ == "__main__":

@@ -1,174 +1,121 @@
-"""What the benchmarks share: the machine in words, steps timed in turns, ratios to a peer of the same run, JSON lines."""
+"""What the benchmarks share: options, steps timed in turns by torch.utils.benchmark, ratios to a peer, lines of JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.utils.benchmark import Compare, Measurement, Timer
 
 Step = Callable[[], object]
-Times = dict[str, list[float]]
 
 
-def add_options(
-    parser: argparse.ArgumentParser, *, repeats: int, threads: int | None = None, without: Sequence[str] = ()
-) -> None:
-    """Add the options that benchmarks share, but those ``without``, which keep their defaults."""
-    threads = threads or torch.get_num_threads()
-    shared: dict[str, dict[str, Any]] = {
-        "device": {"default": "cpu", "help": "cpu, cuda, cuda:1, …"},
-        "repeats": {"type": int, "default": repeats, "help": f"timed repetitions [{repeats}]"},
-        "limit": {"type": float, "help": "seconds for one case, after which no further repetition begins [none]"},
-        "threads": {"type": int, "default": threads, "help": f"CPU threads [{threads}]"},
-        "clock": {
-            "choices": ("wall", "cpu"), "default": "wall", "help": "cpu: CPU time, workers included, for a busy machine [wall]",
-        },
-    }  # fmt: skip
-    for name, settings in shared.items():
-        if name in without:
-            parser.set_defaults(**{name: settings.get("default")})
-        else:
-            parser.add_argument(f"--{name}", **settings)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line of JSON per result to this file")
-
-
-def machine(device: str = "cpu", packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Processor or GPU, threads, load, Python, and the versions of torch, this package and ``packages``."""
-    facts: dict[str, Any] = {"processor": processor(), "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        facts = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, **facts}
-    if hasattr(os, "getloadavg"):
-        facts["load"] = round(os.getloadavg()[0], 1)
-    facts["python"] = platform.python_version()
-    return facts | {name: installed(name) for name in ("torch", "coder-plugin", *packages)}
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def parser(doc: str | None, *, repeats: int, wall: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark. ``wall``: the script always measures by the clock."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … [cpu]")
+    made.add_argument("--repeats", type=int, default=repeats, help=f"rounds, in which every step has a turn [{repeats}]")
+    made.add_argument("--block", type=float, default=0.2, help="seconds of calls in a row, at least, of a turn [0.2]")
+    made.add_argument("--threads", type=int, default=1, help="threads of PyTorch on the CPU [1]")
+    made.add_argument("--json", type=Path, metavar="FILE", help="append results to this file, a line of JSON each")
+    if wall:
+        made.set_defaults(wall=True)
+    else:
+        made.add_argument("--wall", action="store_true", help="time by the clock; on a CPU it is the CPU time otherwise")
+    return made
 
 
 class Results:
-    """Writes results as lines of JSON, each at once, with the benchmark's name, and prints the machine first.
+    """Times steps, prints their ratios to a peer, and writes both as JSON. The machine comes first.
 
     Args:
         bench: name of the benchmark.
-        options: the parsed options; ``json`` names the file, None writes none.
-        packages: further packages whose versions count.
+        options: of :func:`parser`.
+        packages: further packages whose versions matter.
     """
 
     def __init__(self, bench: str, options: argparse.Namespace, packages: Sequence[str] = ()) -> None:
         torch.set_num_threads(options.threads)
-        self.bench, self.file = bench, options.json
+        self.bench, self.options, self.cuda = bench, options, options.device.startswith("cuda")
         facts = machine(options.device, packages)
         print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
-        plain = {name: value for name, value in vars(options).items() if isinstance(value, (int, float, str, bool))}
-        self.write({"machine": facts, "options": plain})
+        self.write(machine=facts, options={name: str(value) for name, value in vars(options).items()})
 
-    def write(self, result: dict[str, Any]) -> None:
-        if self.file is not None:
-            with open(self.file, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"bench": self.bench, **result}) + "\n")
+    def write(self, **line: Any) -> None:
+        if self.options.json is not None:
+            with open(self.options.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"bench": self.bench, **line}) + "\n")
 
-    def compare(self, case: str, times: Times, *, peer: str, second: str | None = None, **more: Any) -> dict[str, float]:
-        """Print and write the medians of ``times`` and each one's ratio to ``peer``, and to a ``second`` one. Returns the first
-        ratios."""
-        peers = [each for each in (peer, second) if each is not None]
-        ratios = {each: {name: ratio(times, name, each) for name in times if name not in peers} for each in peers}
-        ratios[peer] |= {each: ratio(times, each, peer) for each in peers[1:]}
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        for name, value in medians.items():
-            against = "".join(f"  {ratios[each][name]:7.3f} x {each}" for each in peers if name in ratios[each])
-            count = f"({len(times[name])} repetitions)"
-            print(f"{case}: {name:<24} {1e3 * value:11.3f} ms {count}{against}", flush=True)
-        repeats = {name: len(values) for name, values in times.items()}
-        found = {"case": case, "peer": peer, "seconds": medians, "repeats": repeats, "ratio": ratios[peer]}
-        self.write(found | ({} if second is None else {"second": second, "ratio_to_second": ratios[second]}) | more)
-        return ratios[peer]
+    def timer(self, case: str, name: str, step: Step) -> Timer:
+        """Times ``step``: on a GPU after synchronising it, on a CPU by the CPU time of this process and its ended children."""
+        clock = {} if self.cuda or self.options.wall else {"timer": cpu_seconds}
+        spec = {"label": self.bench, "sub_label": name, "description": case, "num_threads": self.options.threads}
+        return Timer("step()", globals={"step": step}, **spec, **clock)
 
+    def compare(self, case: str, steps: Mapping[str, Step], *, peers: int = 1, **facts: Any) -> dict[str, float]:
+        """Time the steps in turns, so that other load on the machine slows all alike, and report them.
 
-def ratio(times: Times, name: str, peer: str) -> float:
-    """Median over repetitions of the time of ``name`` over that of ``peer`` in the same repetition."""
-    return statistics.median(map(float.__truediv__, times[name], times[peer]))
+        A step that fails on a GPU, for example because it does not fit the memory, is reported, and the others go on.
+        """
+        timers = {name: self.timer(case, name, step) for name, step in steps.items()}
+        found: dict[str, list[Measurement]] = {}
+        names = list(steps)
+        for turn in range(self.options.repeats):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                if name not in timers:
+                    continue
+                try:
+                    measured = timers[name].blocked_autorange(min_run_time=self.options.block)  # warms up, too
+                    found.setdefault(name, []).append(measured)
+                except RuntimeError as error:  # out of memory, or a failed compilation
+                    if not self.cuda:
+                        raise
+                    reason = " ".join(str(error).split())[:200]
+                    print(f"{case}: {name} failed: {reason}", flush=True)
+                    self.write(case=case, failed=name, error=reason)
+                    del timers[name]
+                    found.pop(name, None)
+                    torch.cuda.empty_cache()
+        if self.cuda:
+            facts["peak_bytes"] = {name: peak_bytes(steps[name]) for name in timers}
+        return self.report(case, {name: found[name] for name in names if name in found}, peers=peers, **facts)
 
+    def report(
+        self, case: str, found: Mapping[str, Sequence[Measurement]], *, peers: int = 1, **facts: Any
+    ) -> dict[str, float]:
+        """Print and write times, and the ratios to the first steps, the peers.
 
-def measure(
-    steps: dict[str, Step],
-    device: str = "cpu",
-    repeats: int = 9,
-    *,
-    warm_up: int = 3,
-    clock: str = "wall",
-    limit: float | None = None,
-    block: float = 0.0,
-) -> Times:
-    """Seconds of each step in each repetition. The steps take turns, in rotating order, so that other load slows all alike.
+        A ratio is the median over rounds of a step's time over that of the peer in the same round.
 
-    Args:
-        steps: what to time, by name.
-        device: ``cuda…`` times with CUDA events.
-        repeats: timed repetitions.
-        warm_up: untimed calls of each step, before.
-        clock: ``wall``, or ``cpu`` for the CPU time of all threads of this process and of its children that have ended.
-        limit: seconds after which no further repetition begins; the first one always runs.
-        block: seconds that a timing lasts at least: a short step is called several times in a row and the mean counts, so
-            that the caches are filled as in a loop of its own.
-    """
-    begun = time.perf_counter()
-    for step in steps.values():
-        for _ in range(warm_up):
-            step()
-            if limit is not None and time.perf_counter() - begun > limit / 2:
-                break
-    times: Times = {name: [] for name in steps}
-    names = list(steps)
-    calls = {name: max(1, math.ceil(block / seconds(step, device, clock))) if block else 1 for name, step in steps.items()}
-    for repeat in range(repeats):
-        if repeat and limit is not None and time.perf_counter() - begun > limit:
-            break
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
-            times[name].append(seconds(steps[name], device, clock, calls[name]))
-    return times
-
-
-def seconds(step: Step, device: str = "cpu", clock: str = "wall", calls: int = 1) -> float:
-    """The mean time of some calls: by CUDA events on a GPU, else of the wall or CPU time (:func:`cpu_seconds`)."""
-    if device.startswith("cuda"):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(calls):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3 / calls
-    now = cpu_seconds if clock == "cpu" else time.perf_counter
-    begun = now()
-    for _ in range(calls):
-        step()
-    return (now() - begun) / calls
+        Returns:
+            The ratios to the first peer.
+        """
+        print(Compare([each for rounds in found.values() for each in rounds]))
+        ratios: dict[str, dict[str, float]] = {}
+        quartiles = {}
+        for peer in list(found)[:peers]:
+            ratios[peer] = {}
+            for name in (each for each in found if each != peer):
+                rounds = [one.median / other.median for one, other in zip(found[name], found[peer], strict=True)]
+                ratios[peer][name] = statistics.median(rounds)
+                low, _, high = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else 3 * rounds
+                quartiles.setdefault(name, [low, high])
+                print(f"{name}: {ratios[peer][name]:.3f} x {peer} (quartiles {low:.3f} to {high:.3f})", flush=True)
+        for name, size in facts.get("peak_bytes", {}).items():
+            print(f"{name}: {size / 1e9:.3f} GB beyond its inputs", flush=True)
+        seconds = {name: statistics.median(each.median for each in rounds) for name, rounds in found.items()}
+        first = next(iter(ratios.values()))
+        self.write(case=case, seconds=seconds, ratio=first, quartiles=quartiles, ratios=ratios, **facts)
+        return first
 
 
 def cpu_seconds() -> float:
@@ -177,11 +124,8 @@ def cpu_seconds() -> float:
     return time.process_time() + ended.children_user + ended.children_system
 
 
-def peak_bytes(step: Step, device: str) -> int | None:
-    """Peak of allocated GPU memory during one call, beyond what was allocated before it. None without a GPU."""
-    if not device.startswith("cuda"):
-        return None
-    torch.cuda.synchronize()
+def peak_bytes(step: Step) -> int:
+    """Peak of allocated GPU memory during one call, beyond what was allocated before it."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
@@ -189,24 +133,42 @@ def peak_bytes(step: Step, device: str) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def clip_loss() -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """open_clip's ``ClipLoss``; without open_clip the same computation, under the name "plain InfoNCE"."""
-    try:
-        from open_clip.loss import ClipLoss
-    except ImportError:
-        return "plain InfoNCE", plain_infonce
-    return "ClipLoss", ClipLoss()
+def resident(field: str, process: int | str = "self") -> int:
+    """Resident memory of a process in bytes, now (VmRSS) or at its peak (VmHWM). On Linux."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def one_product_infonce(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """InfoNCE from one product and its transpose: the peer of losses that compute each similarity once."""
-    labels = torch.arange(len(images), device=images.device)
-    logits = scale * images @ texts.T
-    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+def machine(device: str = "cpu", packages: Sequence[str] = ()) -> dict[str, Any]:
+    """GPU or processor, threads, load, Python, and the versions of torch, this package and ``packages``."""
+    facts: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        facts = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    facts |= {"processor": (names or [platform.machine()])[0], "threads": torch.get_num_threads()}
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 1)
+    facts["python"] = platform.python_version()
+    for name in ("torch", "coder-plugin", *packages):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts
 
 
-def plain_infonce(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """What ``ClipLoss`` computes in one process: a product for each direction, and the mean of both cross-entropies."""
-    labels = torch.arange(len(images), device=images.device)
-    per_image, per_text = scale * images @ texts.T, scale * texts @ images.T
-    return (cross_entropy(per_image, labels) + cross_entropy(per_text, labels)) / 2
+def make_bert(folder: Path, words: Sequence[str], *, tiny: bool = False) -> None:
+    """A configuration and a tokenizer of BERT base's size, whose vocabulary has ``words``, for models with random weights."""
+    from transformers import BertConfig
+    from transformers.models.bert import BertTokenizerFast  # type: ignore[attr-defined]
+
+    folder.mkdir(parents=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *words]
+    size = len(words) if tiny else 30_522
+    words += [f"unused{number}" for number in range(size - len(words))]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    BertTokenizerFast.from_pretrained(str(folder)).save_pretrained(folder)
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
+    BertConfig(vocab_size=size, **small).save_pretrained(folder)

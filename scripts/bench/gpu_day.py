@@ -4,10 +4,10 @@
     python scripts/bench/gpu_day.py --out gpu_day --wheels wheels        on a machine with a GPU, without network
     python scripts/bench/gpu_day.py --dry                                tiny sizes, on a CPU
 
-It needs Python 3.10, torch, torchvision, timm, transformers, accelerate and safetensors, and no more for all but the
-step of ViT-B-32. `--wheels FOLDER` installs, without the network, what is carried there:
+It needs Python 3.10, torch, torchvision, timm, transformers, accelerate and safetensors. `--wheels FOLDER` installs, without
+the network, what else is carried there:
 
-    pip download --no-deps -d wheels open_clip_torch==3.3.0 ftfy wcwidth       for the step of ViT-B-32 and its profile
+    pip download --no-deps -d wheels open_clip_torch==3.3.0 ftfy wcwidth       for losses and steps
     pip download --no-deps -d wheels webdataset braceexpand faiss-cpu          for the tests that read shards or search
     pip download -d wheels pytest pytest-timeout hypothesis                    for the tests, where these are not there
 
@@ -16,8 +16,7 @@ or later, which may be carried too.
 
 Each stage is a process of its own with its own time limit. Its results are appended to `OUT/results.jsonl` as they come, so a
 stage that is stopped leaves what it has measured, and the next one goes on. `OUT/log.txt` has everything that was printed. At
-the end, measured figures are compared with the goals, and stages that are not complete are named (exit
-status 1). OUT is `$OUT` or `./gpu_day`.
+the end measured figures are compared with the goals, and stages that are not complete are named (exit status 1).
 """
 
 from __future__ import annotations
@@ -26,180 +25,34 @@ import argparse
 import importlib.metadata
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PRECISION = ("--precision", "amp_bf16")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage: its command on a GPU and its tiny form.
+class Stage(NamedTuple):
+    """A program with its arguments on a GPU, and those of its tiny form on a CPU; ``limit``: seconds that the former may take.
 
-    Args:
-        limit: seconds that it may take.
-        command: arguments of Python; ``{json}`` is the file of results, ``{out}`` their folder, ``{gpu tests}`` the test files.
-        dry: the same with tiny sizes, for a CPU.
+    ``OUT`` in an argument stands for the folder of results.
     """
 
     name: str
     limit: float
-    command: tuple[str, ...]
-    dry: tuple[str, ...]
+    program: Sequence[str]
+    full: str
+    dry: str
 
 
-def script(name: str, *arguments: str) -> tuple[str, ...]:
-    return (str(HERE / name), *arguments, "--json", "{json}")
-
-
-def operations(name: str, limit: float) -> Stage:
-    return Stage(
-        name, limit, script("gpu_stages.py", name, "--device", "cuda", "--limit", "8"),
-        script("gpu_stages.py", name, "--dry", "--repeats", "1", "--threads", "1"),
-    )  # fmt: skip
-
-
-CODER = ("--bank", "64", "--clusters", "16", "--repeats", "1", "--batch-size", "4", "--threads", "1", "--no-memory")
-STAGES = (
-    Stage("versions", 25, (str(Path(__file__).resolve()), "--versions", "{json}"), (__file__, "--versions", "{json}")),
-    operations("rooflines", 40),
-    Stage(
-        "tests", 80, ("-m", "pytest", "-q", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}"),
-        ("-m", "pytest", "-q", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}", "--collect-only"),
-    ),
-    operations("dcl", 115),
-    operations("m_dcl", 65),
-    Stage(
-        "step", 105,
-        script("coder_step.py", "--model", "ViT-B-32", "--device", "cuda", "--batch-size", "256", *PRECISION, "--repeats", "20",
-               "--limit", "40", "--profile", "{out}/profile.txt"),
-        script("coder_step.py", *CODER, "--profile", "{out}/profile.txt"),
-    ),
-    Stage(
-        "schedule", 95, script("paper_schedule.py", "--device", "cuda", *PRECISION, "--steps", "200", "--limit", "40"),
-        script("paper_schedule.py", "--tiny", "--steps", "1", "--batch-size", "8", "--workers", "0", "--threads", "1"),
-    ),
-    operations("search", 35),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure and its bound. ``figure`` takes one line of the results and returns the figure, or None."""
-
-    name: str
-    bound: float
-    unit: str
-    figure: Callable[[Mapping[str, Any]], float | None]
-
-
-def of(case: str, key: str, *, form: str | None = None, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float | None]:
-    """The value under ``key`` in the lines of a case that begins so, and of a form."""
-
-    def figure(line: Mapping[str, Any]) -> float | None:
-        fits = str(line.get("case", "")).startswith(case) and form in (None, line.get("form"))
-        value = line.get(key) if fits else None
-        return scale * value if isinstance(value, (int, float)) else None
-
-    return figure
-
-
-def ratio_of_step(line: Mapping[str, Any]) -> float | None:
-    return line.get("ratio", {}).get("coder") if str(line.get("case", "")).startswith("ViT-B-32, batch 256") else None
-
-
-def _goals() -> list[Goal]:
-    dcl, bfloat16 = "DCL 32,768 x 1024, tiled bfloat16", "tiled bfloat16"
-    m_dcl, schedule = "M-DCL 4096 x 1M, tiled", "region-bert, batch 128"
-    return [
-        Goal(dcl, 16, "ms", of("dcl 32768", "seconds", form=bfloat16, scale=1e3)),
-        Goal(f"{dcl}, memory", 0.5, "GB", of("dcl 32768", "peak_bytes", form=bfloat16, scale=1e-9)),
-        Goal("DCL, tiled bfloat16, error of the gradient", 2e-2, "", of("dcl 8192", "error", form=bfloat16)),
-        Goal("DCL, tiled TF32, error of the gradient", 2e-3, "", of("dcl 8192", "error", form="tiled TF32")),
-        Goal("M-DCL 128 x 1M, tiled", 2.1, "ms", of("m_dcl 128 x 1048576", "seconds", form="tiled", scale=1e3)),
-        Goal(m_dcl, 68, "ms", of("m_dcl 4096", "seconds", form="tiled", scale=1e3)),
-        Goal(f"{m_dcl}, memory beyond the banks", 1.0, "GB", of("m_dcl 4096", "peak_bytes", form="tiled", scale=1e-9)),
-        Goal("coder step / clip step, ViT-B-32 at 256", 1.45, "x", ratio_of_step),
-        Goal("the paper's schedule, steps alone", 6, "min", of(schedule, "hours", scale=60)),
-        Goal("the paper's schedule, fed by the loader", 6, "min", of(schedule, "fed_hours", scale=60)),
-    ]
-
-
-GOALS = _goals()
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
-    if options.versions:
-        versions(options.versions)
-        return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = options.out / "results.jsonl"
-    before = results.stat().st_size if results.exists() else 0  # lines of earlier runs
-    began = time.monotonic()
-    with open(options.out / "log.txt", "a", encoding="utf-8") as log:
-        prepare(options, log)
-        chosen = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
-        endings = run(chosen, options, log, until=began + options.limit)
-        say(compare(GOALS, read(results, before)), log)
-        if options.dry:
-            say("(--dry: the goals are for full sizes on a GPU)", log)
-        bad = [f"{stage.name}: {ending}" for stage, ending in zip(chosen, endings, strict=True) if ending != "ok"]
-        say(f"not complete: {'; '.join(bad)} (see log.txt)" if bad else "all stages are complete", log)
-    return 1 if bad else 0
-
-
-def run(stages: Iterable[Stage], options: argparse.Namespace, log: TextIO, *, until: float) -> list[str]:
-    """Run the stages in order; one that fails or is stopped does not keep the next from its turn. Returns their endings."""
-    endings = []
-    for stage in stages:
-        limit = min(stage.limit, until - time.monotonic())
-        begun = time.monotonic()
-        ending = run_stage(stage, options, log, limit) if limit > 2 else "skipped: the time is used up"
-        endings.append(ending)
-        line = {"stage": stage.name, "ending": ending, "stage_seconds": round(time.monotonic() - begun, 1)}
-        with open(options.out / "results.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        say(f"== {stage.name}: {ending}, {line['stage_seconds']} s", log)
-    return endings
-
-
-def run_stage(stage: Stage, options: argparse.Namespace, log: TextIO, limit: float) -> str:
-    """Returns "ok", "failed with status N" or "stopped after N s". Output goes to the log and the terminal as it comes."""
-    places = {"{json}": [str(options.out / "results.jsonl")], "{gpu tests}": gpu_tests()}
-    command = [sys.executable]
-    for part in stage.dry if options.dry else stage.command:
-        command += places.get(part, [part.replace("{out}", str(options.out))])
-    say(f"\n== {stage.name}, at most {limit:.0f} s: {' '.join(command)}", log)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # a process group of its own, so that loading processes and peers end with it
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    until = time.monotonic() + limit
-    while True:
-        ended = process.poll() is not None
-        piece = process.stdout.read()
-        if piece:
-            say(piece.decode(errors="replace"), log, end="")
-        elif ended:
-            break
-        if not ended and time.monotonic() > until:
-            kill(process)
-            return f"stopped after {limit:.0f} s"
-        time.sleep(0.05)
-    kill(process)
-    return "ok" if process.returncode == 0 else f"failed with status {process.returncode}"
+def script(name: str, limit: float, full: str, dry: str) -> Stage:
+    program = (str(HERE / f"{name}.py"), "--json", "OUT/results.jsonl")
+    return Stage(name, limit, program, f"--device cuda {full}", f"--repeats 1 --block 0.01 {dry}")
 
 
 def gpu_tests() -> list[str]:
@@ -208,68 +61,121 @@ def gpu_tests() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End all that is left of a stage's process group."""
-    import signal
+PYTEST = ("-m", "pytest", "-q", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider")
+STAGES = (
+    Stage("tests", 80, (*PYTEST, *gpu_tests()), "", "--collect-only"),
+    script(
+        "loss_step", 120,
+        "--dtypes bfloat16 tf32 --forms tiled reference compiled --sizes 2048x1024 8192x1024 32768x1024 --repeats 3",
+        "--dtypes bfloat16 tf32 --forms tiled reference compiled --sizes 64x32",
+    ),
+    script(
+        "bank_step", 65, "--dtype float16 --dim 1024 --sizes 128x65536 128x1048576 4096x1048576 --repeats 3",
+        "--dtype float16 --dim 32 --sizes 16x256 64x512",
+    ),
+    script(
+        "coder_step", 120, "--model ViT-B-32 --batch-size 256 --precision amp_bf16 --repeats 20 --profile OUT/profile.txt",
+        "--bank 64 --clusters 16 --batch-size 4 --no-memory --profile OUT/profile.txt",
+    ),
+    script("paper_schedule", 180, "--precision amp_bf16 --steps 200", "--tiny --steps 1 --workers 0"),
+)  # fmt: skip
 
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+STEP, SCHEDULE = "ViT-B-32, batch 256, amp_bf16", "region-bert, batch 128, amp_bf16"
+#: What is measured, at most what, and where: the case of a line of results, two keys in it, and a factor.
+GOALS: tuple[tuple[str, float, str, str, str, float], ...] = (
+    ("DCL 32,768 x 1024, tiled bfloat16, ms", 16, "dcl 32768 x 1024", "seconds", "tiled bfloat16", 1e3),
+    ("DCL 32,768 x 1024, tiled bfloat16, GB", 0.5, "dcl 32768 x 1024", "peak_bytes", "tiled bfloat16", 1e-9),
+    ("DCL, tiled bfloat16, error of the gradients", 2e-2, "dcl 8192 x 1024", "error", "tiled bfloat16", 1),
+    ("DCL, tiled TF32, error of the gradients", 2e-3, "dcl 8192 x 1024", "error", "tiled tf32", 1),
+    ("M-DCL 128 x 1M, tiled, ms", 2.1, "m_dcl 128 x 1048576", "seconds", "tiled", 1e3),
+    ("M-DCL 4096 x 1M, tiled, ms", 68, "m_dcl 4096 x 1048576", "seconds", "tiled", 1e3),
+    ("M-DCL 4096 x 1M, tiled, GB beyond the banks", 1.0, "m_dcl 4096 x 1048576", "peak_bytes", "tiled", 1e-9),
+    ("coder step / clip step, ViT-B-32 at 256", 1.45, STEP, "ratio", "coder", 1),
+    ("coder / clip, peak memory", 1.2, STEP, "memory_ratio", "coder", 1),
+    ("the paper's schedule, steps alone, min", 6, SCHEDULE, "minutes", "on the device", 1),
+    ("the paper's schedule, fed by the loader, min", 6, SCHEDULE, "minutes", "fed by the loader", 1),
+)
 
 
-def prepare(options: argparse.Namespace, log: TextIO) -> None:
-    """Install the wheels and, where it is not installed, this package. What fails is said; the stages show what it costs."""
+def main() -> int:
+    options = arguments()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "results.jsonl"
+    before = results.stat().st_size if results.exists() else 0  # lines of earlier runs
+    until = time.monotonic() + options.limit
+    prepare(options)
+    chosen = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
+    endings = run(chosen, options, until=until)
+    print(compare(read(results, before)))
+    if options.dry:
+        print("(--dry: the goals are for full sizes on a GPU)")
+    bad = [f"{stage.name}: {ending}" for stage, ending in zip(chosen, endings, strict=True) if ending != "ok"]
+    print(f"not complete: {'; '.join(bad)} (see log.txt)" if bad else "all stages are complete")
+    return 1 if bad else 0
+
+
+def run(stages: Iterable[Stage], options: argparse.Namespace, *, until: float) -> list[str]:
+    """Run the stages in order; one that fails or is stopped does not keep the next from its turn. Returns their endings."""
+    endings = []
+    for stage in stages:
+        begun = time.monotonic()
+        limit = until - begun if options.dry else min(stage.limit, until - begun)
+        ending = run_stage(stage, options, limit) if limit > 2 else "skipped: the time is used up"
+        endings.append(ending)
+        line = {"stage": stage.name, "ending": ending, "stage_seconds": round(time.monotonic() - begun, 1)}
+        with open(options.out / "results.jsonl", "a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps(line)}\n")  # a stage that was stopped may leave half a line
+        print(f"== {stage.name}: {ending}, {line['stage_seconds']} s", flush=True)
+    return endings
+
+
+def run_stage(stage: Stage, options: argparse.Namespace, limit: float) -> str:
+    """Returns "ok", "failed with status N" or "stopped after N s". What it prints goes to the log, and then to the terminal."""
+    command = [*stage.program, *(stage.dry if options.dry else stage.full).split()]
+    command = [sys.executable, *(part.replace("OUT", str(options.out)) for part in command)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if options.dry:
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes minutes on a CPU
+    with open(options.out / "log.txt", "a+", encoding="utf-8", errors="replace") as log:
+        begun = log.seek(0, os.SEEK_END)
+        log.write(f"\n== {stage.name}, at most {limit:.0f} s: {' '.join(command)}\n")
+        log.flush()
+        # a process group of its own, so that loading processes end with it
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=limit)
+            ending = "ok" if status == 0 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            ending = f"stopped after {limit:.0f} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        log.seek(begun)
+        print(log.read(), flush=True)
+    return ending
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Install the wheels and, where it is not installed, this package. The stages show what a failure costs."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    if options.wheels:
-        wheels = sorted(map(str, options.wheels.glob("*.whl")))
-        say(f"wheels: {[Path(wheel).name for wheel in wheels]}", log)
-        say(output([*pip, "--find-links", str(options.wheels), *wheels]) if wheels else f"no wheels in {options.wheels}", log)
+    wheels = sorted(map(str, options.wheels.glob("*.whl"))) if options.wheels else []
+    if wheels:
+        subprocess.run([*pip, *wheels])
+    elif options.wheels:
+        print(f"no wheels in {options.wheels}")
     try:
         importlib.metadata.version("coder-plugin")
     except importlib.metadata.PackageNotFoundError:
-        say(output([*pip, "--no-build-isolation", "-e", str(ROOT)]), log)
-
-
-def output(command: list[str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return f"{' '.join(command[2:])}: {'ok' if done.returncode == 0 else done.stdout.strip()}"
-
-
-def versions(file: Path) -> None:
-    """What the machine is: written first, in a process of its own, since importing torch may fail or take long."""
-    import platform
-
-    facts: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
-    packages = "torch torchvision timm transformers accelerate safetensors numpy setuptools pytest hypothesis"
-    for package in (*packages.split(), "open_clip_torch", "webdataset", "faiss-cpu", "coder-plugin"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = None
-    if shutil.which("git"):
-        facts["commit"] = output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    if shutil.which("nvidia-smi"):
-        fields = "--query-gpu=name,memory.total,driver_version,clocks.sm"
-        facts["nvidia-smi"] = output_of("nvidia-smi", fields, "--format=csv,noheader")
-    import torch
-
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        facts |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
-        facts["multiprocessors"] = properties.multi_processor_count
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    with open(file, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"bench": "versions", **facts}) + "\n")
-
-
-def output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        subprocess.run([*pip, "--no-build-isolation", "-e", str(ROOT)])
 
 
 def read(results: Path, start: int = 0) -> list[dict[str, Any]]:
-    """The lines of the results from the byte ``start`` on. A stage that was stopped may leave half a line."""
+    """The lines of the results from the byte ``start`` on, without those that are not complete."""
     lines = []
     for line in results.read_bytes()[start:].decode("utf-8", "replace").splitlines() if results.exists() else []:
         try:
@@ -279,25 +185,17 @@ def read(results: Path, start: int = 0) -> list[dict[str, Any]]:
     return lines
 
 
-def compare(goals: Iterable[Goal], lines: Iterable[Mapping[str, Any]]) -> str:
-    """A table of goals and measured figures, the worst of several."""
-    lines = list(lines)
-    rows = [f"{'goal':<46} {'at most':>10} {'measured':>12}"]
-    for goal in goals:
-        found = [value for line in lines if (value := goal.figure(line)) is not None]
-        measured = f"{max(found):.4g}" if found else "–"
-        verdict = "" if not found else "  holds" if max(found) <= goal.bound else "  DOES NOT HOLD"
-        rows.append(f"{goal.name:<46} {goal.bound:>7g} {goal.unit:<3} {measured:>11}{verdict}")
+def compare(lines: Sequence[dict[str, Any]]) -> str:
+    """A table of goals and measured figures."""
+    rows = [f"{'goal':<48} {'at most':>8} {'measured':>9}"]
+    for name, bound, case, key, form, factor in GOALS:
+        found = [factor * line[key][form] for line in lines if line.get("case") == case and form in line.get(key, ())]
+        verdict = f"{found[-1]:>9.4g}  {'holds' if found[-1] <= bound else 'DOES NOT HOLD'}" if found else f"{'–':>9}"
+        rows.append(f"{name:<48} {bound:>8g} {verdict}")
     return "\n".join(rows)
 
 
-def say(text: str, log: TextIO, end: str = "\n") -> None:
-    print(text, end=end, flush=True)
-    log.write(text + end)
-    log.flush()
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(os.environ.get("OUT", "gpu_day"))
     parser.add_argument("--out", type=Path, default=default, help="folder of the results [$OUT or gpu_day]")
@@ -305,8 +203,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=[stage.name for stage in STAGES], help="only these")
     parser.add_argument("--limit", type=float, default=585, help="seconds for everything [585]")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU: does all of the code run?")
-    parser.add_argument("--versions", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     options.out = options.out.resolve()
     return options
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The papers' figures of speed, as ratios between their rows: encoding a query, scoring candidates, scoring pairs.
+"""The papers' figures of speed: how much longer do encoding and scoring take with SelfAlign, CODER's concepts, AsCL's fusion?
 
     python scripts/bench/papers.py                              the papers' widths with random weights, 100,000 candidates
     python scripts/bench/papers.py --device cuda --json papers.jsonl
@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, Step, add_options, measure
+from common import Results, Step, make_bert, parser
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -37,67 +36,48 @@ BASES = {"CAMERA": "camera", "VSRN": "vsrn"}
 
 
 def main() -> None:
-    options = arguments()
-    results = Results("papers", options, ["transformers"])
+    made = parser(__doc__, repeats=9)
+    made.add_argument("--candidates", type=int, default=100_000, help="vectors that a query is scored against [100000]")
+    made.add_argument("--small", action="store_true", help="tiny widths, to try the script")
+    options = made.parse_args()
+    results, small = Results("papers", options, ["transformers"]), options.small
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        small = options.small
         for base in BASES:
-            steps = {name: step(make()) for name, (make, step) in encoders(base, Path(folder), options).items()}
-            results.compare(f"encoding a caption, {base}", timed(steps, options), peer=base)
+            results.compare(f"encoding a caption, {base}", encoders(base, Path(folder), options))
         dim = 64 if small else 2048
-        vectors = {f"D {width}": draw(options.candidates, width, options) for width in (dim, 2 * dim, 3 * dim)}
-        steps = {name: scoring(rows) for name, rows in vectors.items()}
-        results.compare(f"scoring {options.candidates:,} candidates", timed(steps, options), peer=f"D {dim}")
-        vectors.clear()
-        images, texts = (20, 100) if small else (1000, 5000)
-        dim //= 2
-        widths = {"one vector": dim, "CODER": 2 * dim}
-        pairs: dict[str, Step] = {name: product(images, texts, width, options) for name, width in widths.items()}
-        times = timed(pairs, options)
-        part = max(1, images // options.fused)  # the fusion scores a part of the images and of the texts
-        steps = {"": fused(images // part, texts // part, dim, options)}
-        times["AsCL's fusion"] = [seconds * part * part for seconds in timed(steps, options)[""]]
-        rates = {name: images * texts / sorted(each)[len(each) // 2] / 1e3 for name, each in times.items()}
-        results.compare(f"all pairs of {images:,} x {texts:,}, D {dim}", times, peer="one vector", kilo_pairs_per_second=rates)
-        print(", ".join(f"{name} {rate:,.0f} thousand pairs/s" for name, rate in rates.items()))
+        steps = {f"D {width}": scoring(options.candidates, width, options) for width in (dim, 2 * dim, 3 * dim)}
+        results.compare(f"scoring {options.candidates:,} candidates", steps)
+        # the fusion scores a part of the pairs, and the others do so as often as there are parts
+        images, texts, dim, parts = (20, 100, 32, 4) if small else (1000, 5000, 1024, 400)
+        pairs: dict[str, Step] = {
+            "one vector": product(images, texts, dim, options),
+            "CODER": product(images, texts, 2 * dim, options),
+            f"AsCL's fusion, 1/{parts} of the pairs": fused(int(images / parts**0.5), int(texts / parts**0.5), dim, options),
+        }
+        ratio = results.compare(f"all pairs of {images:,} x {texts:,}, D {dim}", pairs, pairs=images * texts, parts=parts)
+        print(f"AsCL's fusion of all pairs: {parts * list(ratio.values())[-1]:,.0f} x one vector")
 
 
-def encoders(
-    base: str, folder: Path, options: argparse.Namespace
-) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Step]]]:
-    """Models of the base alone and with SelfAlign, and what encodes a caption with one."""
+def encoders(base: str, folder: Path, options: argparse.Namespace) -> dict[str, Step]:
+    """Steps that encode a caption, with a model of the base alone and with SelfAlign."""
     sizes: dict[str, Any] = {"vocabulary": [*SPECIAL, *dict.fromkeys(CAPTION.lower().replace(".", "").split())]}
     if base == "CAMERA":
-        sizes = {"text": bert(folder, options.small), "pretrained_text": False}
+        make_bert(folder / "bert", CAPTION.lower().rstrip(".").split(), tiny=options.small)
+        sizes = {"text": str(folder / "bert"), "pretrained_text": False}
     sizes |= {"embed_dim": 64, "region_dim": 32, **({"heads": 4} if base == "CAMERA" else {})} if options.small else {}
 
-    def make(recipe: str, loss: str) -> Callable[[], Any]:
+    def step(recipe: str, loss: str) -> Step:
         settings = load(recipe).settings
         kwargs: dict[str, Any] = dict(pair.split("=") for pair in settings.get("model_kwargs", ()))
         kwargs = {name: value == "true" for name, value in kwargs.items()} | sizes
-        return lambda: coder_plugin.create_model(settings["model"], loss=loss, **kwargs).eval().to(options.device)
-
-    def step(model: Any) -> Step:
+        model = coder_plugin.create_model(settings["model"], loss=loss, **kwargs).eval().to(options.device)
         tokens = model.tokenizer()([CAPTION]).to(options.device)
         parameters = sum(each.numel() for each in model.parameters()) / 1e6
         print(f"{model.name}, {', '.join(model.coder.heads) or 'no heads'}: {parameters:.2f} M parameters")
         return lambda: model.embed_text(tokens)
 
     recipe = BASES[base]
-    return {base: (make(recipe, "triplet"), step), f"{base} + SelfAlign": (make(f"selfalign-{recipe}", "lca + cra"), step)}
-
-
-def bert(folder: Path, small: bool) -> str:
-    """The folder of a configuration and a tokenizer of BERT base's size, whose words are the caption's."""
-    from transformers import BertConfig
-    from transformers.models.bert import BertTokenizerFast  # type: ignore[attr-defined]
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *dict.fromkeys(CAPTION.lower().rstrip(".").split())]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    BertTokenizerFast.from_pretrained(str(folder)).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64} if small else {}
-    BertConfig(**sizes).save_pretrained(folder)
-    return str(folder)
+    return {base: step(recipe, "triplet"), f"{base} + SelfAlign": step(f"selfalign-{recipe}", "lca + cra")}
 
 
 def draw(rows: int, width: int, options: argparse.Namespace) -> Tensor:
@@ -105,7 +85,8 @@ def draw(rows: int, width: int, options: argparse.Namespace) -> Tensor:
     return normalize(torch.randn(rows, width, generator=generator, device=options.device), dim=1)
 
 
-def scoring(rows: Tensor) -> Step:
+def scoring(count: int, width: int, options: argparse.Namespace) -> Step:
+    rows = draw(count, width, options)
     return lambda: rows @ rows[0]
 
 
@@ -124,19 +105,6 @@ def fused(images: int, texts: int, dim: int, options: argparse.Namespace) -> Ste
         sides[side] = {f"{side}_contexts": tokens, f"{side}_context_mask": mask}
     scorer = head.scorer(head.image_item(sides["image"]), head.text_item(sides["text"]))
     return lambda: scorer.all_pairs()
-
-
-def timed(steps: dict[str, Step], options: argparse.Namespace) -> dict[str, list[float]]:
-    return measure(steps, options.device, options.repeats, clock=options.clock, limit=options.limit)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--candidates", type=int, default=100_000, help="vectors that a query is scored against [100000]")
-    parser.add_argument("--fused", type=int, default=50, help="images that the fusion scores with five captions each [50]")
-    parser.add_argument("--small", action="store_true", help="tiny widths, to try the script")
-    add_options(parser, repeats=9, threads=1)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

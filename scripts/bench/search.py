@@ -1,104 +1,141 @@
-"""Latency of single queries in an index, against plain FAISS over the same vectors in the same process.
+#!/usr/bin/env python3
+"""How fast are single queries of an index, beside plain FAISS over the same vectors? What does a build need?
 
-    python scripts/bench/search.py [--items 7000 100000] [--dimensions 512] [--repeats 300] [-k 10] [--threads 1]
-    python scripts/bench/search.py --items 100000 --device cuda            also the same vectors in float16 on a GPU
+    python scripts/bench/search.py                                       7,000 and 100,000 vectors of 512 dimensions, exact
+    python scripts/bench/search.py --items 5000000 --dimensions 256 --factory IVF4096,SQfp16 --nprobe 4 16 64 --folder DIR
 
-Each query is timed, in rotating order, with
+The peer is `faiss.IndexFlatIP.search`, which holds all vectors in memory. *Index* gives rows and scores, *Searcher* also keys
+and captions. Recall@10 is that of the peer's results. The unit vectors lie around made-up centres, one to 250 vectors.
 
-    plain FAISS       `faiss.IndexFlatIP.search`
-    Index.search      rows and scores; the rows are checked against those of FAISS
-    Searcher.search   results with the keys and ids of the records
-    torch             with --device: a product in float16 and `topk`
-
-The vectors are random and normalised. The records hold five captions per image. Printed: milliseconds at p50 and p95, and
-their ratios to plain FAISS. The first 20 queries are warm-up.
+Time and memory of the build, and the first query after the files were dropped from the memory, are those of new processes.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
+import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
-import torch
-from common import Results, add_options
+from common import Results, parser, resident
+from torch.utils.benchmark import Measurement
 
 from coder_plugin.search.build import build_index
 from coder_plugin.search.index import Index
 from coder_plugin.search.parquet import Rows, schema_of, write_file
 from coder_plugin.search.searcher import Query, Searcher
 
+K = 10
+ROWS = 8192  # vectors of a batch
 
-def random_index(folder: Path, items: int, dimensions: int, model: Mapping[str, Any]) -> None:
-    """Write an index of random image vectors of unit length, with five captions of each image as text."""
-    generator = torch.Generator().manual_seed(0)
+
+def vectors(count: int, dimensions: int, items: int, seed: int) -> np.ndarray:
+    """Unit vectors [count, dimensions] near the centres of an index of so many ``items``."""
+    centres = np.random.default_rng(0).standard_normal((max(items // 250, 1), dimensions), dtype=np.float32)
+    draw = np.random.default_rng([1, seed])
+    near = centres[draw.integers(0, len(centres), count)] + 0.6 * draw.standard_normal((count, dimensions), dtype=np.float32)
+    return near / np.linalg.norm(near, axis=1, keepdims=True)
+
+
+def random_index(
+    folder: Path, items: int, dimensions: int, model: Mapping[str, Any], factory: str = "Flat"
+) -> dict[str, float]:
+    """Write an index of made-up vectors, each with a caption, and return the seconds and the memory of its build."""
 
     def rows() -> Iterator[Rows]:
-        for start in range(0, items, 512):
-            keys = [f"picture_{number:08d}.jpg" for number in range(start, min(start + 512, items))]
-            captions = [tuple(f"caption {n} of {key} describes the picture" for n in range(5)) for key in keys]
-            vectors = torch.nn.functional.normalize(torch.randn(len(keys), dimensions, generator=generator), dim=-1)
-            yield Rows(keys, captions, vectors.numpy(), None, [None] * len(keys), [None] * len(keys))
+        for start in range(0, items, ROWS):
+            keys = [f"picture_{number:08d}.jpg" for number in range(start, min(start + ROWS, items))]
+            captions, none = [[f"a caption of {key}"] for key in keys], [None] * len(keys)
+            yield Rows(keys, captions, vectors(len(keys), dimensions, items, start), None, none, none)
 
     header = {"model": dict(model), "plan": {}, "units": 1, "unit": 0, "bad": []}
     with tempfile.TemporaryDirectory(dir=folder.parent) as embeddings:
         write_file(Path(embeddings) / "00000000.parquet", schema_of(dimensions, what="images"), header, rows())
-        build_index(folder, embeddings)
+        begun = time.perf_counter()
+        build_index(folder, embeddings, factory=factory)
+        return {"build_seconds": time.perf_counter() - begun, "build_peak_mb": resident("VmHWM") / 1e6}
+
+
+def first_query(folder: Path, dimensions: int, parameters: str | None) -> dict[str, float]:
+    """Seconds of opening an index and of the first answer, after the operating system was asked to drop its files."""
+    for path in (each for each in folder.rglob("*") if each.is_file()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # pages that are not written yet would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    query = vectors(1, dimensions, ROWS, 1)
+    begun = time.perf_counter()
+    index = Index(folder, parameters=parameters, gpu=False)
+    opened = time.perf_counter()
+    index.records.images(index.search(query, K)[1][0].tolist())
+    return {"open_seconds": opened - begun, "first_answer_seconds": time.perf_counter() - opened}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000], help="vectors of the index")
-    parser.add_argument("--dimensions", type=int, default=512, help="dimensions of the vectors [512]")
-    parser.add_argument("-k", type=int, default=10, help="results per query [10]")
-    add_options(parser, repeats=300, threads=1, without=("limit", "clock"))
-    options = parser.parse_args()
+    made = parser(__doc__, repeats=300)
+    made.add_argument("--items", type=int, nargs="+", default=[7000, 100_000], help="vectors of the index [7000 100000]")
+    made.add_argument("--dimensions", type=int, default=512, help="dimensions of the vectors [512]")
+    made.add_argument("--factory", default="Flat", help="kind of index, as of coder-plugin index [Flat]")
+    made.add_argument("--nprobe", type=int, nargs="+", default=[4, 16, 64], help="lists that are searched, of an IVF [4 16 64]")
+    made.add_argument("--folder", type=Path, help="for the files, which are removed again [the system's]")
+    options = made.parse_args()
     faiss.omp_set_num_threads(options.threads)
     results = Results("search", options, ["faiss-cpu"])
+    parameters = [f"nprobe={number}" for number in options.nprobe] if options.factory.startswith("IVF") else [None]
     for items in options.items:
-        with tempfile.TemporaryDirectory() as folder:
-            measure(items, Path(folder) / "index", options, results)
+        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+            folder, facts = Path(temporary) / "index", {}
+            for work, *further in (
+                (random_index, items, options.dimensions, {"fingerprint": ""}, options.factory),
+                (first_query, options.dimensions, parameters[0]),
+            ):
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    facts |= pool.submit(work, folder, *further).result()
+            print(f"{items:,} x {options.dimensions}: " + ", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
+            measure(items, folder, facts, parameters, results)
 
 
-def measure(items: int, folder: Path, options: argparse.Namespace, results: Results) -> None:
-    random_index(folder, items, options.dimensions, {"fingerprint": ""})
-    index = Index(folder)
-    searcher = Searcher(index, None)
+def measure(
+    items: int, folder: Path, facts: dict[str, float], parameters: list[str | None], results: Results
+) -> None:
+    options = results.options
     plain = faiss.IndexFlatIP(options.dimensions)
-    for batch in index.table.vector_batches("images"):
+    for batch in Index(folder).table.vector_batches("images"):
         plain.add(batch)
-    queries = torch.randn(options.repeats + 20, options.dimensions, generator=torch.Generator().manual_seed(1))
-    searches: dict[str, Callable[[torch.Tensor], Any]] = {
-        "plain FAISS": lambda query: plain.search(query.numpy(), options.k),
-        "Index.search": lambda query: index.search(query, options.k),
-        "Searcher.search": lambda query: searcher.search(Query(query, "captions", None), options.k),
+    queries = vectors(options.repeats + 20, options.dimensions, items, items + 1)
+    exact = plain.search(queries, K)[1]
+    searches: dict[str, Callable[[np.ndarray], Any]] = {"plain FAISS": lambda query: plain.search(query, K)}
+    recalls = {}
+    for each in parameters:
+        index = Index(folder, parameters=each, gpu=options.device != "cpu")
+        searcher, ending = Searcher(index, None), "" if each is None else f", {each}"
+        searches[f"Index{ending}"] = lambda query, index=index: index.search(query, K)
+        searches[f"Searcher{ending}"] = lambda query, searcher=searcher: searcher.search(Query(query, "captions", None), K)
+        found = index.search(queries, K)[1]
+        recalls[f"Index{ending}"] = np.mean([len({*a} & {*b}) / K for a, b in zip(found.tolist(), exact.tolist(), strict=True)])
+    case = f"{items} x {options.dimensions}, {options.factory}"
+    turns = {name: itertools.cycle(np.split(queries, len(queries))) for name in searches}
+    timers = {
+        name: results.timer(case, name, lambda search=search, turn=turns[name]: search(next(turn)))
+        for name, search in searches.items()
     }
-    if options.device.startswith("cuda"):
-        vectors = torch.from_numpy(plain.reconstruct_n(0, items)).half().to(options.device)
-        searches["torch"] = lambda query: (query.half().to(options.device) @ vectors.T).float().topk(options.k).indices.cpu()
-    times: dict[str, list[float]] = {name: [] for name in searches}
-    for number, query in enumerate(queries.split(1)):
-        turn = number % len(searches)  # the first one has a cold cache
-        for name in [*searches][turn:] + [*searches][:turn]:
-            search = searches[name]
-            started = time.perf_counter()
-            search(query)
-            if number >= 20:
-                times[name].append(1e3 * (time.perf_counter() - started))
-        np.testing.assert_array_equal(plain.search(query.numpy(), options.k)[1], index.search(query, options.k)[1])
-    base = np.percentile(times["plain FAISS"], [50, 95])
-    for name, values in times.items():
-        p50, p95 = np.percentile(values, [50, 95])
-        print(
-            f"{items:>7,} x {options.dimensions}, k = {options.k}: {name:<16} p50 {p50:7.3f} ms, p95 {p95:7.3f} ms; "
-            f"{p50 / base[0]:.3f} and {p95 / base[1]:.3f} times plain FAISS"
-        )
-        results.write({"case": f"{items} x {options.dimensions}", "form": name, "peer": "plain FAISS", "p50": p50, "p95": p95})
+    times: dict[str, list[Measurement]] = {name: [] for name in searches}
+    for number in range(options.repeats):
+        names = list(searches)
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # the first one has a cold cache
+            times[name].append(timers[name].timeit(1))
+    percentiles = {name: [1e3 * q for q in np.percentile([m.median for m in times[name]], [50, 95])] for name in searches}
+    results.report(case, times, recall=recalls, p50_and_p95_ms=percentiles, **facts)
+    base = percentiles["plain FAISS"]
+    for name, (p50, p95) in percentiles.items():
+        recall = f", recall@{K} {recalls[name]:.3f}" if name in recalls else ""
+        print(f"{name}: p50 {p50:.3f} ms, p95 {p95:.3f} ms, {p50 / base[0]:.2f} and {p95 / base[1]:.2f} x plain FAISS{recall}")
 
 
 if __name__ == "__main__":

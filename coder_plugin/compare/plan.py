@@ -289,13 +289,13 @@ def describe(values: Iterable[tuple[str, Any]]) -> str:
     """Chosen values in words, after a row's name.
 
     Example:
-        >>> describe([("lr", 1e-4), ("set", ["dcl.mu=0.1"])])
-        ' at 0.0001, dcl.mu=0.1'
+        >>> describe([("batch_size", 64), ("lr", 1e-4), ("set", ["dcl.mu=0.1"])])
+        ' at batch size 64, lr 0.0001, dcl.mu=0.1'
     """
     words = []
     for name, value in values:
-        text = " ".join(value) if isinstance(value, list) and name == "set" else f"{value:g}" if name == "lr" else None
-        words.append(text if text is not None else " ".join(get_option(name).words(value)))
+        text = " ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(text if name == "set" else f"{name.replace('_', ' ')} {text}")
     return f" at {', '.join(words)}" if words else ""
 
 

@@ -142,20 +142,21 @@ def sentence(result: Mapping[str, Any]) -> str:
 
 
 def _with(row: Mapping[str, Any]) -> str:
-    words = row["describe"] or (f"{row['lr']:g}" if row["lr"] else "")
+    words = row["describe"] or (f"lr {row['lr']:g}" if row["lr"] else "")
     return f" at {words}" if words else ""
 
 
 def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """The table: row, R@sum with its standard deviation over seeds, difference with its interval, minutes."""
     lines = []
+    seeds = max(len(row["seeds"]) for row in result["rows"].values())
     for name, row in result["rows"].items():
         mean, deviation = spread(row["val"]["rsum"])
         difference = difference_of(row)
         text = "the best peer" if name == result["best_peer"] else "–" if difference is None else f"{difference.mean:+.1f}"
         if difference is not None:
             text += f" [{difference.low:+.1f}, {difference.high:+.1f}]"
-            text += " (1 seed)" if difference.seeds == 1 else ""
+            text += f" ({plural(difference.seeds, 'seed')})" if difference.seeds == 1 or difference.seeds < seeds else ""
         scores = f"{mean:.1f}" + ("" if math.isnan(deviation) else f" ± {deviation:.1f}")
         lines.append((f"{name}{_with(row)}", scores, text, f"{row['minutes']:.1f}"))
     if result["before"] is not None:

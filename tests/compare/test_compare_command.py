@@ -37,11 +37,11 @@ def test_each_row_is_trained_at_its_rates_and_then_its_best_with_the_other_seeds
     difference = found["rows"]["dcl"]["difference"]["rsum"]
     assert difference["low"] > 0 and difference["seeds"] == 3
     mean, low, high = (difference[name] for name in ("mean", "low", "high"))
-    expected = f"use dcl at 0.0001: {mean:.1f} [{low:.1f}, {high:.1f}] above clip; seeds 3"
+    expected = f"use dcl at lr 0.0001: {mean:.1f} [{low:.1f}, {high:.1f}] above clip; seeds 3"
     assert found["sentence"] == expected and expected in text
     lines = [line for line in text.splitlines() if "  " in line]
     assert re.match(r"row +R@sum ± SD +difference \[95 %\] +minutes$", lines[-4])
-    assert "the best peer" in lines[-3] and "±" in lines[-3] and lines[-2].startswith("dcl at 0.0001")
+    assert "the best peer" in lines[-3] and "±" in lines[-3] and lines[-2].startswith("dcl at lr 0.0001")
     assert lines[-1].startswith("before training") and "1.5" in lines[-2]  # 90 seconds
 
 
@@ -78,7 +78,7 @@ def test_equal_rows_give_no_difference_and_the_number_of_images_that_would(
 def test_a_worse_row_is_not_recommended(world: World, command: Compare) -> None:
     world.gain["dcl"] = -0.6
     text = command("--lr 1e-4 --seeds 3")
-    assert re.search(r"use clip at 0.0001: \d+\.\d \[\d+\.\d, \d+\.\d\] above dcl; seeds 3", text)
+    assert re.search(r"use clip at lr 0.0001: \d+\.\d \[\d+\.\d, \d+\.\d\] above dcl; seeds 3", text)
 
 
 def test_rows_below_the_model_before_training_are_not_recommended(
@@ -152,7 +152,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(world: World, command: C
     world.fails = {"siglip"}
     text = command("--lr 1e-4 --seeds 2", rows="--loss clip dcl siglip")
     assert "note: siglip is left out: the run ended with status 2: coder-plugin: error: the loss is not finite" in text
-    assert "use dcl at 0.0001" in text
+    assert "use dcl at lr 0.0001" in text
     world.fails = {"siglip", "clip", "dcl"}
     assert "no run has ended with a result" in command("--lr 1e-4", output="none", status=2)
 

@@ -61,7 +61,7 @@ def _table(result: Mapping[str, Any]) -> list[Block]:
         blocks.append(table(["row", "zero-shot top-1 before, %", "after, %"], kept))
     about = (
         "R@sum is the sum of the six recalls, with its standard deviation over seeds. Rates, options and epochs were chosen "
-        "on images held aside from training. The difference is from the best peer, on the validation images, which only the "
+        "on images held out of training. The difference is from the best peer, on the validation images, which only the "
         "chosen runs have seen; its interval is for other images and other seeds."
     )
     return [*blocks, note(about), *(note(f"Note: {each}.") for each in result["notes"])]
@@ -98,7 +98,7 @@ def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:
         length = min(map(len, curves))
         minutes = np.mean([each[:length] for each in times], 0) / 60
         series.append(Series(name, minutes.tolist(), np.mean([each[:length] for each in curves], 0).tolist()))
-    text = "R@sum on the images held aside after each epoch, mean over seeds, against the time of training."
+    text = "R@sum on the held-out images after each epoch, mean over seeds, against the time of training."
     by_rate = []
     for name, row in rows.items():
         points = sorted((each["values"]["lr"], each["held_aside"]) for each in row["tried"] if "lr" in each["values"])
@@ -108,7 +108,7 @@ def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:
     made = [Figure("R@sum by time", lines(series, x_label="minutes"), text)]
     if by_rate:
         chart = lines(by_rate, x_label="log10 of the learning rate")
-        made.append(Figure("R@sum by rate", chart, "The best at each rate, with seed 0, on the images held aside."))
+        made.append(Figure("R@sum by rate", chart, "The best at each rate, with seed 0, on the held-out images."))
     return figures(made)
 
 

@@ -139,7 +139,7 @@ def make_plans(
         common: those of all rows.
         seeds: how many.
         peers: names of rows; none: the first row.
-        select_data: data to choose on, in place of images held aside from training.
+        select_data: data to choose on, in place of images held out of training.
         settings: options over the common ones, by name.
         source: what messages call where the options are from.
 

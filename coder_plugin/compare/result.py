@@ -107,7 +107,7 @@ def difference_of(row: Mapping[str, Any], kind: str = "difference") -> Differenc
 def sentence(result: Mapping[str, Any]) -> str:
     """What to use, in one sentence.
 
-    The row that the images held aside prefer is compared with the best peer on the validation images, and no other row is: so
+    The row that the held-out images prefer is compared with the best peer on the validation images, and no other row is: so
     one interval decides. Where the best peer is preferred itself, the best of the others is compared with it.
     """
     rows, peer, images = result["rows"], result["best_peer"], result["images"]

@@ -27,7 +27,7 @@ from coder_plugin.progress import duration
 from coder_plugin.terminal import plural
 
 log = logging.getLogger(__name__)
-#: At most so many images are held aside by default, and at most a sixth of the training images.
+#: At most so many images are held out by default, and at most a sixth of the training images.
 MOST_ASIDE = 1000
 
 
@@ -196,7 +196,7 @@ class Comparison:
             if result is not None and seconds:
                 best = max(range(len(result["held_aside"])), key=result["held_aside"].__getitem__)
                 self.say(
-                    f"{point}, seed {point.seed}: R@sum {result['held_aside'][best]:.1f} on the images held aside, after epoch "
+                    f"{point}, seed {point.seed}: R@sum {result['held_aside'][best]:.1f} on the held-out images, after epoch "
                     f"{best + 1} of {len(result['held_aside'])}; {duration(seconds)}; about {duration(self._left())} left"
                 )
 
@@ -392,7 +392,7 @@ def _options_of_loss(row: Row) -> dict[tuple[str, Any], bool]:
 
 
 def with_held_aside(plan: Plan) -> Plan:
-    """The plan with the number of images that are held aside from training, where nothing says it.
+    """The plan with the number of images that are held out from training, where nothing says it.
 
     Raises:
         CoderError: a row's options do not go together, there are no validation data, or images cannot be drawn.

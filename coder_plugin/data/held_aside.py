@@ -1,4 +1,4 @@
-"""Images held aside from training, drawn at random, to choose settings on."""
+"""Images held out from training, drawn at random, to choose settings on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def split_aside(source: Any, count: int, seed: int = 0) -> tuple[Part, Part]:
     Which images are drawn depends on their names and the seed, not on their order.
 
     Raises:
-        CoderError: a stream, or fewer than two images for each that is held aside.
+        CoderError: a stream, or fewer than two images for each that is held out.
     """
     if is_stream(source) or not source.num_images:
         raise CoderError(

@@ -10,7 +10,7 @@
 timm image tower and a transformers text tower. `train` builds the same model, puts the cached features in the place of the two
 towers, and trains the projections and heads. Losses, heads, `post_step` and `embed_*` are those of the package. The momentum
 copy consists of projections and heads too: frozen towers would give it the same features. It writes what
-`coder-plugin compare` reads: R@sum after each epoch on images of the training split that are held aside, drawn at random, and
+`coder-plugin compare` reads: R@sum after each epoch on images of the training split that are held out, drawn at random, and
 the ranks of the best epoch on the validation split.
 """
 

@@ -1,4 +1,4 @@
-"""Images held aside from training."""
+"""Images held out from training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses on cached features of frozen towers: what is learned, held aside and reported."""
+"""Losses on cached features of frozen towers: what is learned, held out and reported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_run_learns_and_reports_its_best_epoch(tmp_path: Path) -> None:
     assert rsum(result["val"]) not in [pytest.approx(score) for score in result["held_aside"]]  # of other images
     assert train(tmp_path, model, cache)["held_aside"] == result["held_aside"]
     assert train(tmp_path, model, cache, "--seed=1")["held_aside"] != result["held_aside"]
-    # where the images held aside are those reported too, their recall is that of the best epoch, which is not the last
+    # where the held-out images are those reported too, their recall is that of the best epoch, which is not the last
     cache["val"] = frozen_towers.hold_out(cache["train"], 20, 0)[1]
     result = train(tmp_path, model, cache, "--lr=0.1", "--epochs=8")
     assert rsum(result["val"]) == pytest.approx(max(result["held_aside"]), abs=0.01)

@@ -131,7 +131,7 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
         folder, options = Path(rows[name]["folder"]), row.points()[0].options
         encoder, source, rerank = measure.open_run(folder, plan.val_data, options)
         measured = json.loads((folder / "val.json").read_text())
-        found = {way: torch.tensor(measured[way]) for way in ("i2t_ranks", "t2i_ranks")}
+        found: dict[str, Any] = {way: torch.tensor(measured[way]) for way in ("i2t_ranks", "t2i_ranks")}
         pictures = pictures_under_regions(measure.data_config(plan.val_data, options), "val")
         found["depth"] = shortlist_length(rerank, encoder)
         opened.append(beside.Opened(name, encoder(source), source, pictures, found))

@@ -157,9 +157,11 @@ class Comparison:
 
     def extend(self) -> None:
         """Where a row's best rate is the first or last of its grid, try one step further; or say so."""
+        further: list[Point] = []
         for points in self._further().values():
-            if self._fits(points, reserve=len(self.plan.rows) * (self.schedule.seeds - 1)):
-                self._train(points)
+            if self._fits([*further, *points], reserve=len(self.plan.rows) * (self.schedule.seeds - 1)):
+                further += points
+        self._train(further)
         for row in self.plan.rows:
             best = self._best(row)
             if best is not None and best.lr is not None:

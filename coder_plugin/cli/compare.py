@@ -144,6 +144,8 @@ def write(result: Mapping[str, Any], plan: Plan, folder: Path) -> None:
         file.write(json.dumps(result) + "\n")
     echo(format_result(result))
     echo(f"page: {write_comparison(result, plan, folder)}")
+    if any(row.command is None for row in plan.rows):
+        echo(f"models: {folder / 'runs'}/*/export/best")
 
 
 def parse_duration(text: str) -> float:

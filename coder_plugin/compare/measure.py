@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> di
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
 
-    trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
+    logging.disable(logging.WARNING)  # its warnings are of training, which is over
+    try:
+        trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
+    finally:
+        logging.disable(logging.NOTSET)
     return ranks_of(trainer.encoder, open_data(val_data, options), trainer.config.evaluation.rerank)
 
 

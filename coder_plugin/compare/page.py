@@ -105,7 +105,9 @@ def _curves(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:
         best = {rate: max(score for other, score in points if other == rate) for rate, _ in points}
         if len(best) > 1:
             by_rate.append(Series(name, np.log10(list(best)).tolist(), list(best.values())))
-    made = [Figure("R@sum by time", lines(series, x_label="minutes"), text)]
+    made = []
+    if any(len(each.y) > 1 for each in series):
+        made.append(Figure("R@sum by time", lines(series, x_label="minutes"), text))
     if by_rate:
         chart = lines(by_rate, x_label="log10 of the learning rate")
         made.append(Figure("R@sum by rate", chart, "The best at each rate, with seed 0, on the held-out images."))

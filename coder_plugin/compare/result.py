@@ -79,6 +79,7 @@ def _row(row: Mapping[str, Any], measured: Mapping[int, Hits]) -> dict[str, Any]
         "minutes": float(np.mean([run["seconds"][-1] for run in runs])) / 60,
         "memory_mb": max(memory) if memory else None,
         **({"zeroshot": zeroshot} if zeroshot else {}),
+        **({"skipped": runs[0]["skipped"]} if runs[0].get("skipped") else {}),
     }
 
 
@@ -94,6 +95,11 @@ def _differences(runs: Mapping[int, Hits], others: Mapping[int, Hits]) -> dict[s
 
 def _notes(rows: Mapping[str, Mapping[str, Any]], plan: Plan) -> list[str]:
     notes = [f"{row.name}: one rate, which was not chosen" for row in plan.rows if row.name in rows and not row.grid]
+    skipped = {tuple(row["skipped"]): name for name, row in rows.items() if row.get("skipped")}
+    notes += [
+        f"{count:,} of {read:,} training samples were skipped, such as damaged or missing pictures: see the logs of {name}"
+        for (count, read), name in skipped.items()
+    ]
     if all(len(row["seeds"]) == 1 for row in rows.values()):
         notes.append("one seed: the intervals are for other images alone, and another seed may give other differences")
     return notes
@@ -131,7 +137,11 @@ def sentence(result: Mapping[str, Any]) -> str:
             if needed is None or needed <= images
             else f"about {needed:,} would show {_WORTH:g} points"
         )
-        return f"no difference can be seen with {plural(images, 'image')}: {best} is {difference} from {peer}; {more}"
+        text = f"no difference can be seen with {plural(images, 'image')}: {best} is {difference} from {peer}; {more}"
+        before = [difference_of(rows[name], "above_before") for name in (best, peer)]
+        if all(each is not None and not (each.is_clear and each.mean > 0) for each in before):
+            text += f"; neither is certainly better than {BEFORE}"
+        return text
     winner, loser = (best, peer) if difference.mean > 0 else (peer, best)
     above = difference if difference.mean > 0 else Difference(-difference.mean, -difference.high, -difference.low, seeds)
     text = f"use {winner}{_with(rows[winner])}: {above} above {loser}; seeds {seeds}"

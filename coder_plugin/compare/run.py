@@ -110,10 +110,11 @@ class Comparison:
             )
         if len(costs) < len(self.plan.rows):
             text += "; how long the commands of your own take is known when they have run once"
-        self.say(text)
+        self.say(text + (f"; the budget is {duration(self.budget)}" if self.budget else ""))
         self._say_left_out()
 
     def _probe(self, row: Row) -> dict[str, float]:
+        self.say(f"timing {STEPS} steps of {row.name}")
         point, folder = row.points()[0], self.folder / "probe"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -123,7 +124,8 @@ class Comparison:
         log_file = folder / "log"
         if start([sys.executable, "-m", "coder_plugin.compare.probe", *files], log_file).wait():
             lines = log_file.read_text(errors="replace").strip().splitlines()
-            raise CoderError(f"{row.name} does not train: {lines[-1] if lines else 'nothing was logged'} (see {log_file})")
+            reason = lines[-1].removeprefix("coder_plugin.errors.CoderError: ") if lines else "nothing was logged"
+            raise CoderError(f"{row.name} does not train: {reason} (see {log_file})")
         cost: dict[str, float] = read_json(folder / "cost.json")
         shutil.rmtree(folder)
         return cost
@@ -473,4 +475,4 @@ def format_bytes(count: float) -> str:
         >>> format_bytes(3.2e6), format_bytes(1.5e9)
         ('3.2 MB', '1.5 GB')
     """
-    return f"{count / 1e9:.2g} GB" if count >= 1e9 else f"{count / 1e6:.2g} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count < 1e7 else f"{count / 1e6:.0f} MB"

@@ -73,7 +73,8 @@ class Runs:
 
         Returns:
             ``held_aside``: R@sum on the images that choose, after each epoch; ``seconds``: after each epoch, of training;
-            ``memory_mb``; ``zeroshot``: accuracy before, and after the best epoch, where it was measured; ``val``: of a command
+            ``memory_mb``; ``skipped``: training samples of the first epoch that were left out, and how many were read;
+            ``zeroshot``: accuracy before, and after the best epoch, where it was measured; ``val``: of a command
             of one's own.
         """
         if point in self._running:
@@ -198,11 +199,14 @@ def _train_result(folder: Path) -> dict[str, Any] | None:
     seconds = run.manifest.get("seconds") or 0.0
     zeroshot = [each["zeroshot_top1"] for each in run.evaluations if "zeroshot_top1" in each]
     best = max(range(len(curve)), key=lambda number: curve[number]["rsum"])
+    lost = ("epoch/skipped_samples", "epoch/read_samples")
+    skipped = [[each[name] for name in lost] for each in run.steps if lost[0] in each]
     return {
         "held_aside": [round(each["rsum"], 3) for each in curve],
         "before": next((each["rsum"] for each in run.evaluations if each["step"] == 0 and "rsum" in each), None),
         "seconds": [round(seconds * each["step"] / max(1, step), 2) for each in curve],
         "memory_mb": run.manifest.get("memory_mb"),
+        **({"skipped": skipped[0]} if skipped else {}),
         **({"zeroshot": [zeroshot[0], curve[best].get("zeroshot_top1")]} if len(zeroshot) > 1 else {}),
     }
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from coder_plugin.concepts.graph import concept_graph
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
+from coder_plugin.terminal import plural
 
 TYPES = ("object", "motion", "property")  # nouns, verbs, adjectives
 _TENSORS = ("counts", "cooccurrence", "vectors")
@@ -194,7 +195,7 @@ def describe(vocabulary: Vocabulary) -> str:
         lines.append(f"{kind:<9} {numbers}  {', '.join(vocabulary.of_type(kind)[:_TOP])}")
     g, dim = vocabulary.vectors.shape
     total = f"{g} concepts" if g == settings["size"] else f"{g} concepts, fewer than the {settings['size']} requested"
-    lines.append(f"{total}; the rarest is in {int(vocabulary.counts.min())} captions")
+    lines.append(f"{total}; the rarest is in {plural(int(vocabulary.counts.min()), 'caption')}")
     linked = concept_graph(vocabulary.cooccurrence, vocabulary.counts).fill_diagonal_(0) > 0
     edges, isolated = int(linked.sum()), int((~linked.any(0) & ~linked.any(1)).sum())
     lines.append(f"graph: {edges} edges, {100 * edges / max(1, g * (g - 1)):.2f} % of all; {isolated} concepts without an edge")

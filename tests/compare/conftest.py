@@ -29,6 +29,7 @@ class World:
         gain: of a loss, in units of the images' spread of difficulty. best: its best learning rate.
         seconds: of a run. estimate: of a run, as the probe says; None: ``seconds``.
         trained: names of the runs that were trained, in their order.
+        skips: training samples that each run leaves out.
         stop_after: raise KeyboardInterrupt after so many processes.
         now: seconds since the beginning.
     """
@@ -40,6 +41,7 @@ class World:
         self.estimate: float | None = None
         self.trained: list[str] = []
         self.fails: set[str] = set()
+        self.skips = 0
         self.stop_after: int | None = None
         self.now = 0.0
         self.measured: list[str] = []
@@ -71,6 +73,8 @@ class World:
         score = 300 + 50 * self.gain[options["loss"]] - 20 * abs(rate) + options["seed"]
         curve = [score - 9, score, score - 3]
         records = [{"step": 10 * epoch, "val/epoch": epoch, "val/rsum": value} for epoch, value in enumerate([30.0, *curve])]
+        if self.skips:
+            records.append({"step": 9, "epoch/skipped_samples": self.skips, "epoch/read_samples": 1234, "epoch": 0})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         best = {"rsum": score, "epoch": 2, "step": 20}
         manifest = {"step": 30, "epoch": 3, "seconds": 90.0, "memory_mb": 2048, "best": best, "last": best}

@@ -67,12 +67,22 @@ def test_a_best_rate_at_the_edge_is_followed_one_step(world: World, command: Com
 
 
 def test_equal_rows_give_no_difference_and_the_number_of_images_that_would(
-    world: World, command: Compare, tmp_path: Path
+    world: World, command: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from coder_plugin.compare import measure
+
     world.gain["dcl"] = 0.02
     text = command("--lr 1e-4 --seeds 3")
-    assert "no difference can be seen with 80 images: dcl is" in text
+    assert "no difference can be seen with 80 images: dcl is" in text and "neither is" not in text
     assert re.search(r"about [\d,]+ would show 3 points|more seeds than 3", text)
+    monkeypatch.setattr(measure, "before", lambda *_: world.ranks(0.0, 5))
+    assert "neither is certainly better than before training" in command("--lr 1e-4 --seeds 3", output="again")
+
+
+def test_samples_that_runs_left_out_are_in_the_result(world: World, command: Compare) -> None:
+    assert "skipped" not in command("--lr 1e-4 --seeds 2")
+    world.skips = 3
+    assert "note: 3 of 1,234 training samples were skipped" in command("--lr 1e-4 --seeds 2", output="again")
 
 
 def test_a_worse_row_is_not_recommended(world: World, command: Compare) -> None:
@@ -218,7 +228,9 @@ def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
 
 def test_the_estimate_is_said_before_anything_is_trained(world: World, command: Compare) -> None:
     text = command(RATES)
-    assert text.splitlines()[0].startswith("10 runs of 2 rows, 1 at a time: about 16:40, 35 MB of disk at most")
+    timing, also, estimate = text.splitlines()[:3]
+    assert (timing, also) == ("timing 8 steps of clip", "timing 8 steps of dcl")
+    assert estimate.startswith("10 runs of 2 rows, 1 at a time: about 16:40, 35 MB of disk at most")
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------

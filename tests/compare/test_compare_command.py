@@ -221,6 +221,7 @@ def test_a_budget_gives_up_seeds_before_rates(world: World, command: Compare) ->
 def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
     world.best = {"clip": 1e-2, "dcl": 1e-2}  # both grids are extended
     command(RATES, output="one")
+    assert seeds_of(world, "clip") == seeds_of(world, "dcl") == [0, 0, 0, 0, 1, 2]
     alone, world.now = world.now, 0.0
     command(f"{RATES} --jobs 2", output="two")
     assert world.now == pytest.approx(alone / 2, rel=0.1)

@@ -88,8 +88,8 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
         >>> _ = build_index(folder / "index", EmbedJob(**names, options={"workers": 0}))
         >>> index = Index(folder / "index")
         >>> found = mine_negatives(index, folder / "negatives.tsv", num_negatives=2, relative_margin=-1.0)
-        >>> found.images, found.negatives == len((folder / "negatives.tsv").read_text().splitlines()) - 1
-        (500, True)
+        >>> found.negatives == len((folder / "negatives.tsv").read_text().splitlines()) - 1
+        True
     """
     miner = Miner(index, MiningOptions(**options))
     summary = Summary(images=index.size("images"))

@@ -43,7 +43,8 @@ def test_a_command_of_ones_own_makes_a_row(tmp_path: Path, capsys: pytest.Captur
     assert [row["chosen"] for row in found["rows"].values()] == [{"lr": 0.1}] * 2, "one step beyond 0.01"
     assert found["data"] == "the commands' own validation data"
     assert found["rows"]["dcl"]["minutes"] == 2 and found["rows"]["dcl"]["best_epochs"] == [1, 1, 1]
-    assert "use dcl at 0.1" in text and "siglip is left out: the run ended with status 1: error: no loss of this name" in text
+    assert "use dcl at lr 0.1" in text
+    assert "siglip is left out: the run ended with status 1: error: no loss of this name" in text
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("output.json"))
     assert main(arguments) == 0
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("output.json")) == before

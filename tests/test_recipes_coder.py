@@ -49,7 +49,8 @@ _CLIP = {
     "concept_dcl.positive_weight": 2.0, "concepts.tower_gradient": 0.0, "prototypes.scale": 4.0, "m_dcl.reverse": "none",
 }  # fmt: skip
 _FROZEN = {
-    **_NO_BANKS, "pgc": None, "prototypes": None, "dcl.diversity_over": "batch", "dcl.mu": 0.05, "dcl.gamma": 0.5,
+    **{f"{term}.mu": 0.05 for term in ("dcl", "m_dcl")}, **{f"{term}.gamma": 0.5 for term in ("dcl", "m_dcl")},
+    "prototypes.scale": 8.0,
 }  # fmt: skip
 _WITHOUT_M_DCL = {"m_dcl": None}
 
@@ -117,7 +118,7 @@ def test_the_objective_in_numbers(name):
     absent = {owner for owner, value in changes.items() if value is None}
     wanted = {**FULL, **changes}
     wanted = {key: value for key, value in wanted.items() if key.partition(".")[0] not in absent}
-    if name == "coder-clip":  # its number of prototypes follows from the data
+    if name in ("coder-clip", "coder-frozen"):  # their number of prototypes follows from the data
         wanted["prototypes.clusters"] = 10_000
     found = resolved(name)
     assert {key: found[key] for key in wanted} == wanted
@@ -145,7 +146,7 @@ def test_the_run_in_numbers(name):
         wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "grad_clip_norm": None}
         wanted |= {"captions": "draw", "aggregator": "tower", "heads_lr_scale": 1.0}
     if name == "coder-frozen":
-        wanted = {"model": "ViT-B-32", "lr": 3e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
+        wanted = {"model": "ViT-B-32", "lr": 5e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
         wanted |= {"captions": "all", "batch_size": 128, "lock_image": True, "lock_text": True}
     flat = configuration(name).to_flat()
     assert {key: flat[key] for key in wanted} == wanted

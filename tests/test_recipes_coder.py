@@ -146,7 +146,7 @@ def test_the_run_in_numbers(name):
         wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "grad_clip_norm": None}
         wanted |= {"captions": "draw", "aggregator": "tower", "heads_lr_scale": 1.0}
     if name == "coder-frozen":
-        wanted = {"model": "ViT-B-32", "lr": 5e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
+        wanted = {"model": "ViT-B-32", "lr": 3e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
         wanted |= {"captions": "all", "batch_size": 128, "lock_image": True, "lock_text": True}
     flat = configuration(name).to_flat()
     assert {key: flat[key] for key in wanted} == wanted

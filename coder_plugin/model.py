@@ -290,6 +290,11 @@ def required_heads(objective: Objective) -> tuple[str, ...]:
     return resolve(objective, _OUTPUTS).heads
 
 
+def option_owners(objective: Objective) -> set[str]:
+    """The terms and the required heads of an objective, by whose names ``--set OWNER.OPTION=VALUE`` sets options."""
+    return {*required_heads(objective), *(term.name for term in objective.terms)}
+
+
 def reads_key(objective: Objective, key: str) -> bool:
     """Whether a term or head of an objective reads a key, on a model that has every key."""
     return key in resolve(objective, _OUTPUTS).reads

@@ -64,11 +64,12 @@ def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> di
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
 
-    logging.disable(logging.WARNING)  # its warnings are of training, which is over
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))  # warnings about training, which has ended
     try:
         trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(level)
     return ranks_of(trainer.encoder, open_data(val_data, options), trainer.config.evaluation.rerank)
 
 

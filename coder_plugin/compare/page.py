@@ -12,7 +12,7 @@ import torch
 
 from coder_plugin.compare import measure
 from coder_plugin.compare.plan import Plan
-from coder_plugin.compare.result import BEFORE, HEAD, difference_of, table_rows
+from coder_plugin.compare.result import BEFORE, HEAD, best_other, difference_of, table_rows
 from coder_plugin.config import get_option
 from coder_plugin.report.charts import Figure, Series, intervals, lines
 from coder_plugin.report.page import Block, Section, attempt, figures, heading, note, table, write_page
@@ -120,13 +120,11 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
     from coder_plugin.evaluation.evaluate import shortlist_length
     from coder_plugin.report import beside
 
-    rows, peer = result["rows"], result["best_peer"]
-    others = [name for name in rows if name != peer]
-    if peer is None or not others:
+    rows, best = result["rows"], best_other(result)
+    if best is None:
         return [note("There is no other row to compare with.")]
-    best = max(others, key=lambda name: rows[name]["held_aside"])
     opened = []
-    for name in (peer, best):
+    for name in (result["best_peer"], best):
         row = next(row for row in plan.rows if row.name == name)
         if row.command is not None:
             return [note("Not shown: a command of one's own writes ranks alone.")]

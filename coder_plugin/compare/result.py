@@ -110,6 +110,13 @@ def difference_of(row: Mapping[str, Any], kind: str = "difference") -> Differenc
     return Difference(**row[kind]["rsum"]) if row.get(kind) else None
 
 
+def best_other(result: Mapping[str, Any]) -> str | None:
+    """Of the rows besides the best peer the one that the held-out images prefer; None: there is no other, or no peer."""
+    rows, peer = result["rows"], result["best_peer"]
+    others = [name for name in rows if name != peer]
+    return max(others, key=lambda name: rows[name]["held_aside"]) if peer is not None and others else None
+
+
 def sentence(result: Mapping[str, Any]) -> str:
     """What to use, in one sentence.
 
@@ -117,10 +124,9 @@ def sentence(result: Mapping[str, Any]) -> str:
     one interval decides. Where the best peer is preferred itself, the best of the others is compared with it.
     """
     rows, peer, images = result["rows"], result["best_peer"], result["images"]
-    others = [name for name in rows if name != peer]
-    if peer is None or not others:
+    best = best_other(result)
+    if best is None:
         return f"only {' and '.join(rows)} could be trained: there is nothing to compare"
-    best = max(others, key=lambda name: rows[name]["held_aside"])
     difference = difference_of(rows[best])
     if difference is None:
         return f"{best} and {peer} have no seed in common: there is nothing to compare"

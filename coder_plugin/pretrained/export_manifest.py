@@ -126,7 +126,8 @@ def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) ->
     manifest, mark = read_manifest(folder), _mark(weights)
     if manifest is None:
         if mark is not None:
-            raise CoderError(f"{weights} is of an export, and {MANIFEST} is not beside it: give the export's whole folder")
+            which = f"{MANIFEST} is missing beside {weights.name}, a file of an export"
+            raise CoderError(f"{folder} is incomplete: {which}. Give the export's whole folder")
         return
     listed = manifest["files"]
     if mark is None or mark == WITH_HEADS and heads not in listed:

@@ -84,18 +84,18 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
 
 def write(docs: Path | None = None) -> list[str]:
     """Write all blocks of all pages; returns the names that pages show."""
-    shown = []
-    for page in sorted(((docs or DOCS) / "evidence").glob("*.md")):
+    folder, shown = (docs or DOCS) / "evidence", []
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
 
-        def fill(found: re.Match[str], page: Path = page) -> str:
-            shown.append(found[1])
-            result = json.loads((page.parent / f"{found[1]}.json").read_text(encoding="utf-8"))
-            return f"<!-- begin {found[1]} -->\n\n{block(found[1], result)}\n\n<!-- end -->"
+    def fill(found: re.Match[str]) -> str:
+        shown.append(found[1])
+        return f"<!-- begin {found[1]} -->\n\n{block(found[1], results[found[1]])}\n\n<!-- end -->"
 
-        def pool(found: re.Match[str], page: Path = page) -> str:
-            results = [json.loads((page.parent / f"{name}.json").read_text(encoding="utf-8")) for name in found[2].split()]
-            return f"<!-- pooled {found[1]}: {found[2]} -->\n\n{pooled(found[1], results)}\n\n<!-- end -->"
+    def pool(found: re.Match[str]) -> str:
+        text = pooled(found[1], [results[name] for name in found[2].split()])
+        return f"<!-- pooled {found[1]}: {found[2]} -->\n\n{text}\n\n<!-- end -->"
 
+    for page in sorted(folder.glob("*.md")):
         text = re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end -->", fill, page.read_text(encoding="utf-8"), flags=re.S)
         text = re.sub(r"<!-- pooled (.+?): ([\w -]+) -->.*?<!-- end -->", pool, text, flags=re.S)
         page.write_text(text, encoding="utf-8")

@@ -37,7 +37,7 @@ from coder_plugin.expression import parse_value
 from coder_plugin.files import atomic_write
 from coder_plugin.following import clamp_logit_scale
 from coder_plugin.heads.base import TrainingFacts
-from coder_plugin.model import required_heads
+from coder_plugin.model import option_owners
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
@@ -169,7 +169,7 @@ def _hash(ids: Tensor) -> Tensor:
 def make_objective(expression: str, settings: list[str], facts: TrainingFacts) -> Objective:
     """The objective with those ``OWNER.OPTION=VALUE`` whose owner, a term or a head, it has."""
     objective = Objective.parse(expression)
-    owners = {*required_heads(objective), *(term.name for term in objective.terms)}
+    owners = option_owners(objective)
     given = {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
     objective = objective.with_options({key: value for key, value in given.items() if key.rpartition(".")[0] in owners})
     return with_derived_options(objective, facts)

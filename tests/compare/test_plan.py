@@ -10,8 +10,8 @@ import pytest
 
 from coder_plugin.cli.compare import Command, make_plans
 from coder_plugin.compare import plan
+from coder_plugin.compare.options import with_options_of_loss
 from coder_plugin.compare.plan import Plan, further_rate, middle_first
-from coder_plugin.compare.run import with_options_of_loss
 from coder_plugin.compare.runs import Runs
 from coder_plugin.errors import CoderError
 
@@ -146,7 +146,7 @@ def test_a_sixth_of_the_images_is_held_aside_and_at_most_a_thousand(
 ) -> None:
     from types import SimpleNamespace
 
-    from coder_plugin.compare.run import with_held_aside
+    from coder_plugin.compare.options import with_held_aside
     from coder_plugin.data import from_config
 
     monkeypatch.setattr(from_config, "make_source", lambda *_, **__: SimpleNamespace(num_images=images))

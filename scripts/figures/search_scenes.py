@@ -27,16 +27,16 @@ SIDE, GAP, LINE = 132, 10, 26  # pixels
 def figure(found: dict[int, list[int]], texts: dict[int, str]) -> Image.Image:
     """A row of pictures below each text."""
     row = LINE + SIDE + GAP
-    page = Image.new("RGB", (BEST * (SIDE + GAP) + GAP, len(found) * row + GAP), "white")
+    page = Image.new("RGBA", (BEST * (SIDE + GAP) + GAP, len(found) * row + GAP))  # transparent: read on white and on black
     canvas, font = ImageDraw.Draw(page), ImageFont.load_default(size=17)
     for number, (wanted, indices) in enumerate(found.items()):
         top = GAP + number * row
-        canvas.text((GAP, top), texts[wanted], fill=(30, 30, 30), font=font)
+        canvas.text((GAP, top), texts[wanted], fill=(115, 122, 130), font=font)
         for place, index in enumerate(indices):
             left = GAP + place * (SIDE + GAP)
             page.paste(draw(make_scene("val", index), SIDE), (left, top + LINE))
             box = (left - 4, top + LINE - 4, left + SIDE + 3, top + LINE + SIDE + 3)
-            colour, width = ((20, 150, 70), 4) if index == wanted else ((205, 205, 205), 1)
+            colour, width = ((20, 150, 70), 4) if index == wanted else ((150, 155, 160), 1)
             canvas.rectangle(box, outline=colour, width=width)
     return page
 

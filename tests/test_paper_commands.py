@@ -150,7 +150,7 @@ def commands(section: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("sections", "data", "count", "files"),
     [
-        (["CODER", "COCO"], "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
+        (["CODER"], "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
         (["AsCL"], "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
         (["SelfAlign"], "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"]),
     ],

@@ -102,6 +102,8 @@ def test_a_script_from_downloaded_files_to_the_table(
     assert (config["run"]["recipe"], config["optim"]["lr"], config["run"]["resume"]) == (f"coder-{name}", 2e-4, None)
     again = script(name, made, logs, PATH=str(shims)).stdout.splitlines()
     assert len(again) == 2 and "--resume\tlatest" in again[0]  # the vocabulary stays, and the run goes on
+    plain = script(name, {**made, "glove": "-"}, logs, PATH=str(shims), NAME="plain").stdout.splitlines()
+    assert len(plain) == 2 and "--concepts" not in plain[0]  # a loss without a concept level needs no vocabulary
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ class LossConfig:
     )
     gather: str = option(
         "all", "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so "
-        "that none holds the global batch (ring; docs/training.md names what it serves)", choices=("all", "ring")
+        "that none holds the global batch (ring; docs/multi_node.md names what it serves)", choices=("all", "ring")
     )
     loss_impl: str = option(
         "auto", "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to "

@@ -410,7 +410,7 @@ def samples_of(args: Any) -> int:
     if not found and args.train_data == "scenes":
         raise CoderError(
             "--train-data scenes: coder-plugin train reads the built-in scenes, and open_clip's trainer shards and tables: "
-            "write scenes as a table (docs/open_clip.md)"
+            "name one of yours, or try it with --dataset-type synthetic --train-num-samples 640"
         )
     if not found:
         raise CoderError(f"how many samples {args.train_data} has is unknown: give --train-num-samples, or a sizes.json beside")

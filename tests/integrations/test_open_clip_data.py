@@ -340,7 +340,7 @@ def test_tables_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "latin.csv").write_bytes("filepath\ttitle\n0.png\ta café\n".encode("latin1"))
     with pytest.raises(CoderError, match=r"latin.csv: line 2, byte 12 \(0xe9\) is not UTF-8: .* iconv -f latin1 -t utf-8"):
         samples_of(options("--train-data", str(tmp_path / "latin.csv")))
-    with pytest.raises(CoderError, match="coder-plugin train reads the built-in scenes, .* write scenes as a table"):
+    with pytest.raises(CoderError, match="coder-plugin train reads the built-in scenes, .* --dataset-type synthetic"):
         samples_of(options("--train-data", "scenes"))
 
 

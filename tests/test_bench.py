@@ -100,7 +100,6 @@ SMALL = [
                                            ["CODER", "AsCL's fusion, 1/4 of the pairs"]]),
     ("search", "--items 300 --dimensions 8", [["Index", "Searcher"]]),
     pytest.param("data_feed", "--samples 9 --batch-size 4 --size 32", [["TrainLoader"], ["webdataset"]], marks=SLOW),
-    pytest.param("extract", "--images 3", [["extraction"]], marks=SLOW),
 ]  # fmt: skip
 
 
@@ -121,16 +120,6 @@ def test_scripts_compare_with_their_peers(script, options, steps, tmp_path) -> N
     if script == "papers":  # SelfAlign's head on VSRN; the recipe `vsrn` has no projection of words
         base, both = (float(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if "bigru-vsrn, " in line)
         assert both - base == pytest.approx(0.065, abs=0.012)
-
-
-@pytest.mark.slow
-def test_a_server_answers_several_clients(tmp_path) -> None:
-    command = "--items 200 --clients 2 --seconds 4 --repeats 2".split()
-    done = fresh.run([str(SCRIPTS / "serve.py"), *command, "--json", str(tmp_path / "results")], timeout=300)
-    assert done.returncode == 0, done.stderr
-    line = json.loads((tmp_path / "results").read_text().splitlines()[1])
-    assert line["errors"] == 0 and min(line["p50_p95_rate"]["server"] + line["p50_p95_rate"]["peer"]) > 0
-    assert "x peer" in done.stdout and len(line["memory_mb"]) == 2
 
 
 @pytest.mark.slow

@@ -133,9 +133,9 @@ def peak_bytes(step: Step) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def resident(field: str, process: int | str = "self") -> int:
-    """Resident memory of a process in bytes, now (VmRSS) or at its peak (VmHWM). On Linux."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def resident(field: str) -> int:
+    """Resident memory of this process in bytes, now (VmRSS) or at its peak (VmHWM). On Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 

@@ -227,8 +227,8 @@ def create_loss(
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``"exact"``, in their own types,
             or ``"bfloat16"``, rounded to 8 bits of mantissa on the way, and summed so, in half the bytes.
         gather: with several processes, ``"all"``: every rank gets the features of all ranks; ``"ring"``: the texts of one rank
-            after the other visit it, so that no rank holds the global batch. For ``dcl`` and ``clip``, by tiles; each rank
-            then compares its own anchors. In one process both are the same.
+            after the other visit it, so that no rank holds the global batch. For terms whose ``supports`` has ``ring``, by
+            tiles; each rank then compares its own anchors. In one process both are the same.
 
     Returns:
         The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns

@@ -79,7 +79,7 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
     axes.set_xlabel(f"points of R@sum above {result['best_peer']}")
     axes.spines[["top", "right"]].set_visible(False)
     with matplotlib.rc_context({"svg.hashsalt": "evidence"}):  # the same file for the same numbers
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 
 def write(docs: Path | None = None) -> list[str]:

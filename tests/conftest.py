@@ -42,7 +42,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 #: What takes longest begins first, so that no worker waits for another in the end.
-LONG = ("test_python_blocks_run", "test_two_processes_train_as_one")
+LONG = ("test_python_blocks_run",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

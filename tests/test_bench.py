@@ -98,7 +98,7 @@ SMALL = [
     ("fusion", "--images 6 --texts 30 --dim 16 --top 4", [["re-ranked"]]),
     ("papers", "--small --candidates 50", [["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"],
                                            ["CODER", "AsCL's fusion, 1/4 of the pairs"]]),
-    ("search", "--items 300 --dimensions 8", [["Index", "Searcher"]]),
+    pytest.param("search", "--items 300 --dimensions 8", [["Index", "Searcher"]], marks=SLOW),
     pytest.param("data_feed", "--samples 9 --batch-size 4 --size 32", [["TrainLoader"], ["webdataset"]], marks=SLOW),
     pytest.param("extract", "--images 3", [["extraction"]], marks=SLOW),
 ]  # fmt: skip

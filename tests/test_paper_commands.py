@@ -75,7 +75,7 @@ def script(name: str, made: dict[str, str], logs: Path, *further: str, **environ
     return done
 
 
-@pytest.mark.parametrize(("name", "split"), [("f30k", "test"), ("coco", "testall")])
+@pytest.mark.parametrize(("name", "split"), [("f30k", "test"), pytest.param("coco", "testall", marks=pytest.mark.slow)])
 def test_a_script_from_downloaded_files_to_the_table(
     name: str, split: str, made: dict[str, str], tmp_path: Path, capsys: Any
 ) -> None:

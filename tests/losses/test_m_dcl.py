@@ -323,7 +323,7 @@ def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("form", ["auto", "tiled"])
+@pytest.mark.parametrize("form", ["auto", pytest.param("tiled", marks=pytest.mark.slow)])  # test_dcl.py compiles tiles
 def test_compiled_without_a_graph_break(form: str) -> None:
     loss, live = case("hard")
     compiles(lambda *x: loss(*x, implementation=form), *live)

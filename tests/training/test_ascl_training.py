@@ -40,14 +40,13 @@ def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # n
     again = result(tmp_path, run, "--export", "last")
     assert again["rsum"] == pytest.approx(last["rsum"], abs=0.01)
     assert again["shortlist"]["rsum"] == pytest.approx(last["shortlist"]["rsum"], abs=0.01)
-    # a shortlist of one is the shortlist's own order, all is the whole matrix, and folds are re-ranked too
-    one = result(tmp_path, run, "--export", "last", "--rerank", "1")
-    assert {one[key] - one["shortlist"][key] for key in ("i2t_r1", "t2i_r1", "rsum")} == {0.0}
+    # all is the whole matrix, and folds are re-ranked too
     every = result(tmp_path, run, "--export", "last", "--rerank", "all", "--folds", "2")
     assert every["rerank"] == "all" and every["folds"]["rsum"] >= every["rsum"] > 300
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # test_region_training.py resumes a run of all heads
+@pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     """Noise, generated captions, word and region dropout are drawn again as they were."""
     options: dict[str, Any] = {"loss": FUSED, "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}

@@ -88,10 +88,11 @@ def ordered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v[order] if k in (f"{bank}ids", f"{bank}image", f"{bank}text") else v for k, v in state.items()}
 
 
-def test_two_processes_train_as_one(tmp_path, tiny_model, pictures):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, launched):
     flags = {"model": tiny_model, "loss": CODER, "val-data": pictures, "log-every-n-steps": 3}
     train(tmp_path, "one", processes=1, **flags)
-    train(tmp_path, "two", processes=2, launched=True, **{"save-frequency": 1}, **flags)
+    train(tmp_path, "two", processes=2, launched=launched, **{"save-frequency": 1}, **flags)
     one, two = records(tmp_path, "one"), records(tmp_path, "two")
     assert len(one) == len(two)
     assert {row["step"] for row in two if "loss" in row} == {4, 9} | set(range(0, 10, 3))  # and the ends of epochs

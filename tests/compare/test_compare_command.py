@@ -121,7 +121,10 @@ def test_the_peer_is_the_best_of_those_named(world: World, command: Compare, tmp
 
 @pytest.mark.parametrize(
     ("share", "phase"),
-    [(0.5, "measure"), *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((0.0, 0.1, 0.9, 1.0), PHASES, strict=True))],
+    [
+        (0.5, "measure"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((0.0, 0.1, 0.9, 1.0), PHASES, strict=True)),
+    ],
 )
 def test_a_comparison_stopped_anywhere_ends_with_the_same_result(
     share: float, phase: str, world: World, command: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

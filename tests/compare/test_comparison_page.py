@@ -75,9 +75,8 @@ def test_the_page_says_what_to_use_and_shows_why(page: str, tmp_path: Path) -> N
 
 def test_the_page_can_be_read(browser: str, page: str, tmp_path: Path) -> None:  # noqa: F811
     """In light and in dark colours, on a wide screen and on a phone."""
-    light, dark = (
-        look(browser, page, tmp_path, 1280, 390, flags=(f"--blink-settings=preferredColorScheme={scheme}",)) for scheme in (1, 0)
-    )
+    schemes = [f"--blink-settings=preferredColorScheme={number}" for number in (1, 0)]
+    light, dark = (look(browser, page, tmp_path, 1280, 390, flags=(scheme,)) for scheme in schemes)
     for found in [*light, *dark]:
         assert found["scrolled"] == found["width"]
         assert found["wide"] == [] and found["outside"] == [] and found["broken"] == 0

@@ -232,7 +232,7 @@ def _resume_everywhere(source: Any, keys: Any) -> None:
 
 
 @streams
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 2), (4, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (2, 0)))])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow), (4, 0)])
 def test_every_shard_is_read_once(tmp_path, ranks, workers):
     note = tmp_path / "opened"
     source = open_source(noted_stream(note, 4))

@@ -42,7 +42,8 @@ def test_weights_bring_their_normalisation(trained: runs.Ran, released: Any, tmp
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "make_model", watched)
-        checkpoint, export = trained.folder / "checkpoints/epoch_1.pt", trained.folder / "export/last/open_clip_model.safetensors"
+        checkpoint = trained.folder / "checkpoints/epoch_1.pt"
+        export = trained.folder / "export/last/open_clip_model.safetensors"
         for name, weights, flags in (("a", checkpoint, []), ("b", export, []), ("c", export, ["--image-mean", *3 * ["0.1"]])):
             runs.train(evaluation(released, tmp_path, name, *CODER, "--pretrained", str(weights), *flags))
     for model, _, transform in made[:2]:

@@ -22,9 +22,6 @@ from tests.integrations import sentence_transformers_runs as runs
 from tests.test_follow import batch
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.fixture
 def make(tiny_model: str) -> Callable[..., Any]:
     def create(expression: Any = "dcl + m_dcl", **options: Any) -> Any:
@@ -71,7 +68,7 @@ def equal(one: Any, other: Any) -> bool:
     return states[0].keys() == states[1].keys() and all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-@pytest.mark.parametrize("expression", ["coder", *(pytest.param(each, marks=SLOW) for each in ("dcl + m_dcl", "clip + selfalign"))])
+@pytest.mark.parametrize("expression", ["coder", pytest.param("clip + selfalign", marks=pytest.mark.slow)])
 def test_the_trainer_equals_a_raw_loop(make: Any, tmp_path: Path, caplog: Any, expression: str) -> None:
     """Losses and weights, those of momentum towers too, to the bit; and nobody had to follow the optimizer.
 

@@ -822,6 +822,12 @@ def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make)
     (tmp_path / "field.json").write_text(json.dumps(config))
     assert "unexpected keyword argument 'no_such_field'" in refused(str(tmp_path / "field.json"))
     assert make("vit", "clip") is not None, "a bad file leaves nothing behind"
+    for dimensions in (24, 40):  # a file that was changed is read again, and one that was not is not
+        (tmp_path / "field.json").write_text(json.dumps({**KINDS["vit"].config, "embed_dim": dimensions}))
+        assert create_model(str(tmp_path / "field.json"), loss="clip").visual.output_dim == dimensions
+    known = len(open_clip.factory._MODEL_CONFIG_PATHS)
+    create_model(str(tmp_path / "field.json"), loss="clip")
+    assert len(open_clip.factory._MODEL_CONFIG_PATHS) == known
 
 
 def test_weights_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:

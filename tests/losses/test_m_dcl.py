@@ -261,7 +261,7 @@ def test_the_gradient_through_the_weights_is_a_choice() -> None:
 # -- degenerate batches, precision, compilation, memory --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_degenerate_batches_stay_finite(dtype: torch.dtype) -> None:
     features = parts(6, 5)
     batches = {

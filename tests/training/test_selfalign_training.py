@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 
 from coder_plugin.cli import main
 from coder_plugin.training.loop import Trainer
@@ -58,18 +55,6 @@ def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_pat
     ]
     assert rows[3]["rsum"] == pytest.approx(result(tmp_path, *run)["rsum"], abs=0.01)
     assert np.isfinite(losses(tmp_path)).all()
-
-
-@pytest.mark.slow  # test_region_training.py resumes a run of all heads
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
-    options: dict[str, Any] = {"loss": f"dcl + {ALONE}", "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
-    options["set"] = [*FEW, "alignment.freeze_steps=7"]
-    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
-    run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 5)
-    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
-    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
-    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
 
 
 def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811

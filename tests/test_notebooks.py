@@ -16,7 +16,7 @@ nbclient = pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[1]
 #: What the short form puts in place of each notebook's cell of parameters.
 SHORT = {
-    "finetune_and_search": "PICTURES, HELD_OUT, EPOCHS, MORE_EPOCHS = 64, 20, 1, 1",
+    "finetune_and_search": "PICTURES, HELD_OUT, EPOCHS, MORE_EPOCHS = 128, 20, 1, 1",
     "your_own_loss": "PICTURES, HELD_OUT, EPOCHS, STEPS = 64, 20, 1, 4",
 }
 LARGEST = 300_000  # bytes of a notebook with its outputs

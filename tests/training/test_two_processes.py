@@ -32,7 +32,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *, processes: int, launched: bool = False, **flags: object) -> None:
-    """``coder-plugin train`` in one process, or in two, which are forked or ``launched`` by accelerate."""
+    """``coder-plugin train`` in this process, or in two, which are forked or ``launched`` by accelerate."""
     options = {
         "logs": folder,
         "name": name,
@@ -50,15 +50,16 @@ def train(folder: Path, name: str, *, processes: int, launched: bool = False, **
     arguments = ["train", "--no-report"]
     for key, value in options.items():
         arguments += [f"--{key}", *(value if isinstance(value, list) else [str(value)])]
-    if processes > 1 and not launched:
+    if processes == 1:
+        assert main(arguments) == 0
+        return
+    if not launched:
         endings = ranks.run(lambda _: sys.exit(main(arguments)), folder, ranks=processes, timeout=240)
         assert [ending.status for ending in endings] == [0] * processes, endings
         return
-    launch = []
-    if launched:
-        # accelerate starts one process with --cpu, whatever their number; --multi_gpu is torchrun, without GPUs too
-        launch += ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", str(processes), "--multi_gpu"]
-        launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    # accelerate starts one process with --cpu, whatever their number; --multi_gpu is torchrun, without GPUs too
+    launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", str(processes), "--multi_gpu"]
+    launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = fresh.run([*launch, "-m", "coder_plugin.cli", *arguments], timeout=500, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

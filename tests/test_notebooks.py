@@ -54,7 +54,8 @@ def test_the_notebooks_are_those_of_the_folder() -> None:
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == set(SHORT)
 
 
-@pytest.mark.parametrize("name", SHORT)
+#: docs/plugins.md, whose blocks tests/test_docs_examples.py runs, has losses of one's own, too.
+@pytest.mark.parametrize("name", ["finetune_and_search", pytest.param("your_own_loss", marks=pytest.mark.slow)])
 def test_short_form_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     environment = {**os.environ, **ENVIRONMENT, "IPYTHONDIR": str(tmp_path / "ipython")}

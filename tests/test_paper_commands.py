@@ -152,7 +152,10 @@ def commands(section: str) -> list[list[str]]:
     [
         (["CODER", "COCO"], "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
         (["AsCL"], "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
-        (["SelfAlign"], "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"]),
+        pytest.param(
+            ["SelfAlign"], "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_pages_commands_from_precomp_to_the_tables(

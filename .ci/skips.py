@@ -27,7 +27,6 @@ ALLOWED = {
     "this open_clip has no --horovod": "for older versions of open_clip",
     "could not import 'httpx'": "for versions of huggingface_hub that use it",
     "needs spaCy": "says what happens without its pipeline",
-    "transformers 4's trainer does not find": "for version 5",
     "an older FAISS": "what newer versions refuse",
     "another huggingface_hub": "for other versions of huggingface_hub, whose errors take other arguments",
 }

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 #: What takes longest begins first, so that no worker waits for another in the end.
-LONG = ("test_python_blocks_run", "test_two_processes_train_as_one")
+LONG = ("test_python_blocks_run",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,10 +59,25 @@ def pytest_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-    gc.collect()
-    gc.freeze()
+    freeze()
     atexit.register(gc.unfreeze)  # libraries look for leaks when the process ends; pytest collects garbage often before that
     huge_pages.use()
+
+
+known = 0  # modules at the last freeze
+
+
+def freeze() -> None:
+    global known
+    gc.collect()
+    gc.freeze()
+    known = len(sys.modules)
+
+
+def pytest_runtest_setup() -> None:
+    """What tests have imported is no garbage either. transformers' and Lightning's trainers look for some in every training."""
+    if len(sys.modules) > known + 200:
+        freeze()
 
 
 @pytest.fixture(scope="session")

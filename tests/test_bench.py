@@ -92,13 +92,13 @@ SMALL = [
     ("loss_step", "--sizes 8x4", [["one-product InfoNCE", "tiled float32", "bare products"]]),
     ("loss_step", "--sizes 8x4 --loss ascl --forms reference", [["one-product InfoNCE", "reference float32", "bare products"]]),
     ("bank_step", "--sizes 4x16 --dim 4", [["reference", "tiled"], ["S and its SD", "moments", "write"]]),
-    ("coder_step", "--bank 64 --clusters 8 --batch-size 4 --no-memory", [["coder"]]),
-    ("paper_schedule", "--tiny --steps 1 --workers 0", [["fed by the loader"]]),
     ("evaluate", "--images 20 --dim 8", [["evaluation", "plain"]]),
     ("fusion", "--images 6 --texts 30 --dim 16 --top 4", [["re-ranked"]]),
-    ("papers", "--small --candidates 50", [["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"],
-                                           ["CODER", "AsCL's fusion, 1/4 of the pairs"]]),
-    ("search", "--items 300 --dimensions 8", [["Index", "Searcher"]]),
+    pytest.param("coder_step", "--bank 64 --clusters 8 --batch-size 4 --no-memory", [["coder"]], marks=SLOW),
+    pytest.param("paper_schedule", "--tiny --steps 1 --workers 0", [["fed by the loader"]], marks=SLOW),
+    pytest.param("papers", "--small --candidates 50", [["CAMERA + SelfAlign"], ["VSRN + SelfAlign"], ["D 128", "D 192"],
+                                                       ["CODER", "AsCL's fusion, 1/4 of the pairs"]], marks=SLOW),
+    pytest.param("search", "--items 300 --dimensions 8", [["Index", "Searcher"]], marks=SLOW),
     pytest.param("data_feed", "--samples 9 --batch-size 4 --size 32", [["TrainLoader"], ["webdataset"]], marks=SLOW),
 ]  # fmt: skip
 

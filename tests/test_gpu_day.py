@@ -71,7 +71,8 @@ def test_figures_are_compared_with_goals(gpu_day) -> None:
     assert table["the paper's schedule, steps alone, min"] == ["6", "–"]
 
 
-@pytest.mark.parametrize("stages", [["bank_step"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.slow  # tests/test_bench.py runs its scripts
+@pytest.mark.parametrize("stages", [["bank_step"], []], ids=["quick", "all"])
 def test_every_stage_runs_in_its_tiny_form(gpu_day, stages, tmp_path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(SCRIPT), "--dry", "--out", str(tmp_path), *(["--stages", *stages] if stages else [])]

@@ -6,6 +6,7 @@ docs/architecture.md draws the same layers.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -55,8 +56,13 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """The package's modules that a file imports, with line numbers; imports for type checkers alone do not count."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     tree = ast.parse(path.read_text())
     ignored = {
         id(inner)

@@ -75,7 +75,7 @@ def script(name: str, made: dict[str, str], logs: Path, *further: str, **environ
     return done
 
 
-@pytest.mark.parametrize(("name", "split"), [("f30k", "test"), ("coco", "testall")])
+@pytest.mark.parametrize(("name", "split"), [("f30k", "test"), pytest.param("coco", "testall", marks=pytest.mark.slow)])
 def test_a_script_from_downloaded_files_to_the_table(
     name: str, split: str, made: dict[str, str], tmp_path: Path, capsys: Any
 ) -> None:
@@ -154,7 +154,10 @@ def commands(section: str) -> list[list[str]]:
     [
         ("CODER", "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
         ("AsCL", "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
-        ("SelfAlign", "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"]),
+        pytest.param(
+            "SelfAlign", "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_pages_commands_from_precomp_to_the_tables(

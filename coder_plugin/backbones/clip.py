@@ -453,7 +453,8 @@ def register_config(name: str) -> str:
         except CoderError as error:
             raise CoderError(f"model configuration {error}") from error
         check_text_names(check_config(config, name), name)
-        open_clip.add_model_config(name)
+        if open_clip.get_model_config(Path(name).stem) != config:  # it reads every configuration again, those added before too
+            open_clip.add_model_config(name)
         return Path(name).stem
     return name
 

@@ -129,8 +129,13 @@ def open_scenes(split: str = "train", *, count: int | None = None, size: int = 6
         raise CoderError(f"scenes: count is {count}; it must be 1 or more")
     if size < 16:
         raise CoderError(f"scenes: size is {size}; it must be 16 pixels or more")
+    return list(_items(split, count, size, seed))
+
+
+@lru_cache(maxsize=8)
+def _items(split: str, count: int, size: int, seed: int) -> tuple[Item, ...]:
     scenes = enumerate(_first_scenes(split, count, seed))
-    return [Item(f"scenes/{split}/{index:06d}", captions(s), partial(draw, s, size)) for index, s in scenes]
+    return tuple(Item(f"scenes/{split}/{index:06d}", captions(s), partial(draw, s, size)) for index, s in scenes)
 
 
 @lru_cache(maxsize=16)

@@ -94,6 +94,9 @@ def check_factory(factory: str, dimensions: int) -> Any:
         ) from error
     if re.search("IDMap|NSG", factory) or list(_parts(index))[-1].metric_type != faiss.METRIC_INNER_PRODUCT:
         raise CoderError(f"--factory {factory}: take an index of inner products without ids, such as HNSW32 or IVF1024,PQ32")
+    for part in _parts(index):
+        if hasattr(part, "do_polysemous_training"):  # seconds for each byte of a code, for searches by Hamming distance
+            part.do_polysemous_training = False
     return index
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from coder_plugin.training import checkpoint
 
 IMAGES, CAPTIONS = 80, 2
 write_comparison = page.write_comparison
+parser = functools.cache(build_parser)
 
 
 class World:
@@ -57,7 +59,7 @@ class World:
             seconds = self.estimate or self.seconds[options["loss"]]
             Path(words[4]).write_text(json.dumps({"seconds": seconds, "step": 1.0, "evaluation": 1.0, "disk": 5e6}))
             return Process(self, 0.0, lambda: 0)
-        options = read_flags(build_parser().parse_args(words[3:]))
+        options = read_flags(parser().parse_args(words[3:]))
         end = self.now + self.seconds[options["loss"]]
         return Process(self, end, lambda: self.train(options, log_file))
 

@@ -15,6 +15,7 @@ from tests.compare.conftest import World
 
 Compare = Callable[..., str]
 RATES = "--lr 1e-5 1e-4 1e-3 --seeds 3"
+PHASES = ("choose", "extend", "repeat", "result")
 
 
 def result(tmp_path: Path, output: str = "out") -> dict[str, Any]:
@@ -118,28 +119,32 @@ def test_the_peer_is_the_best_of_those_named(world: World, command: Compare, tmp
 # -- stops ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("share", "phase"),
+    [
+        (0.5, "measure"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((0.0, 0.1, 0.9, 1.0), PHASES, strict=True)),
+    ],
+)
 def test_a_comparison_stopped_anywhere_ends_with_the_same_result(
-    world: World, command: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, phase: str, world: World, command: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some processes, and at the beginning of each phase."""
+    """After some processes, and at the beginning of a phase."""
     world.best["dcl"] = 1e-3
     whole = command(RATES, output="whole")
     expected = {name: value for name, value in result(tmp_path, "whole").items() if name != "rows"}
     processes = len(world.trained) + 2
-    for count in (0, 1, processes // 2, processes - 1):
-        world.stop_after, world.trained = count, []
-        assert "the same command continues" in command(RATES, output=f"process{count}", status=130)
-        world.stop_after = None
-        command(RATES, output=f"process{count}")
-        assert len(world.trained) == len(set(world.trained)) == processes - 2, "no run is made twice"
-        found = result(tmp_path, f"process{count}")
-        assert {name: value for name, value in found.items() if name != "rows"} == expected
-    for phase in ("choose", "extend", "repeat", "measure", "result"):
-        with monkeypatch.context() as patched:
-            patched.setattr(Comparison, phase, lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-            command(RATES, output=phase, status=130)
-        text = command(RATES, output=phase)
-        assert text.split("\n\n")[-1].splitlines()[0] == whole.split("\n\n")[-1].splitlines()[0]
+    world.stop_after, world.trained = int(share * (processes - 1)), []
+    assert "the same command continues" in command(RATES, output="process", status=130)
+    world.stop_after = None
+    command(RATES, output="process")
+    assert len(world.trained) == len(set(world.trained)) == processes - 2, "no run is made twice"
+    assert {name: value for name, value in result(tmp_path, "process").items() if name != "rows"} == expected
+    with monkeypatch.context() as patched:
+        patched.setattr(Comparison, phase, lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        command(RATES, output=phase, status=130)
+    text = command(RATES, output=phase)
+    assert text.split("\n\n")[-1].splitlines()[0] == whole.split("\n\n")[-1].splitlines()[0]
 
 
 def test_another_plan_in_the_folder_uses_the_runs_that_fit(world: World, command: Compare) -> None:
@@ -192,8 +197,7 @@ def test_mistakes_are_found_before_anything_is_trained(
 # -- budget --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimate", [100.0, 60.0, 150.0])
-@pytest.mark.parametrize("minutes", [12, 18, 25])
+@pytest.mark.parametrize(("minutes", "estimate"), [(12, 60.0), (18, 100.0), (18, 150.0), (25, 100.0)])
 def test_a_budget_is_kept(world: World, command: Compare, minutes: int, estimate: float) -> None:
     """Two rows at three rates with three seeds take 10 runs of 100 seconds, whatever a probe has estimated."""
     world.estimate = estimate

@@ -73,12 +73,11 @@ def test_the_page_says_what_to_use_and_shows_why(page: str, tmp_path: Path) -> N
     assert page.count("data:image/jpeg") >= 9 and "picture <" not in page.replace("&lt;", "")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_can_be_read(browser: str, page: str, tmp_path: Path, width: int) -> None:  # noqa: F811
-    """In light colours on a wide screen, in dark ones on a phone."""
-    scheme = int(width == 1280)
-    found = look(browser, page, tmp_path, width, f"--blink-settings=preferredColorScheme={scheme}")
-    assert found["scrolled"] == width and found["wide"] == [] and found["outside"] == [] and found["broken"] == 0
-    if scheme:
-        dark = look(browser, page, tmp_path, width, "--blink-settings=preferredColorScheme=0")
-        assert not set(found["colours"]) & set(dark["colours"])
+def test_the_page_can_be_read(browser: str, page: str, tmp_path: Path) -> None:  # noqa: F811
+    """In light and in dark colours, on a wide screen and on a phone."""
+    schemes = [f"--blink-settings=preferredColorScheme={number}" for number in (1, 0)]
+    light, dark = (look(browser, page, tmp_path, 1280, 390, flags=(scheme,)) for scheme in schemes)
+    for found in [*light, *dark]:
+        assert found["scrolled"] == found["width"]
+        assert found["wide"] == [] and found["outside"] == [] and found["broken"] == 0
+    assert not set(light[0]["colours"]) & set(dark[0]["colours"])

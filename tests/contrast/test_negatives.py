@@ -217,8 +217,9 @@ def spread_ties(case: Case, *results: dict[str, list[Tensor]]) -> None:
         result["hardest"] = [value, summed, of_scale]
 
 
-@pytest.mark.parametrize("shape", TILE_SHAPES, ids=str)
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize(
+    ("mirrored", "shape"), [(number % 2 == 0, TILE_SHAPES[number]) for number in (0, 1, 2)] + [(False, TILE_SHAPES[4])], ids=str
+)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-5), ("bfloat16", 2e-2), ("float16", 4e-3)])
 def test_other_types_come_near_to_float64(dtype, bound, mirrored, shape) -> None:
     """Results are float32, gradients have the rows' type; also where half types are multiplied as they are."""

@@ -195,7 +195,7 @@ def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):
 
 
 @kinds
-@pytest.mark.parametrize(("bad", "workers"), [((), 0), (BAD, 0), (BAD, 2)])
+@pytest.mark.parametrize(("bad", "workers"), [(BAD, 0), (BAD, 2), pytest.param((), 0, marks=pytest.mark.slow)])
 def test_resuming_is_exact_from_every_position(tmp_path, kind, bad, workers):
     source = make(kind, tmp_path, bad)
     made, positions, batches = loader(source, workers=workers, **options(kind)), [], []
@@ -232,7 +232,7 @@ def _resume_everywhere(source: Any, keys: Any) -> None:
 
 
 @streams
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 2), (1, 4), (4, 0), (2, 0)])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow), (4, 0)])
 def test_every_shard_is_read_once(tmp_path, ranks, workers):
     note = tmp_path / "opened"
     source = open_source(noted_stream(note, 4))

@@ -547,11 +547,14 @@ def pairs(batches) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     ]
 
 
-sources = pytest.mark.parametrize("kind", ["table", "shards", "resampled", "regions"])
+SOURCES = ["table", "shards", "resampled", "regions"]
+choices = pytest.mark.parametrize(
+    ("kind", "captions", "workers"),
+    [("table", "draw", 0), ("shards", "all", 2), ("resampled", "draw", 2), ("regions", "all", 0), ("regions", "draw", 0)],
+)
 
 
-@sources
-@pytest.mark.parametrize(("captions", "workers"), [("draw", 2), ("all", 0)])
+@choices
 def test_positives_are_of_their_own_image_and_disturb_nothing(tmp_path, kind, captions, workers):
     options = {"captions": captions, "workers": workers, "bad": (3, 17)}
     plain = list(positive_loader(kind, tmp_path, **options).epoch(1))
@@ -572,8 +575,7 @@ def test_positives_are_of_their_own_image_and_disturb_nothing(tmp_path, kind, ca
     assert made.positives_made.total() - seen.total() < 2 * BATCH * max(workers, 1)
 
 
-@sources
-@pytest.mark.parametrize(("captions", "workers"), [("draw", 2), ("all", 0)])
+@choices
 def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, workers):
     options = {"captions": captions, "workers": workers, "bad": (3, 17), "positives": Positives(POSITIVES)}
     whole, batches, positions = positive_loader(kind, tmp_path, **options), [], []
@@ -584,7 +586,7 @@ def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, 
     assert equal(list(fresh.epoch(0, json.loads(positions[4]))), batches[5:])
 
 
-@sources
+@pytest.mark.parametrize("kind", SOURCES)
 def test_a_positive_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind):
     drawn = {"num_samples": 400} if kind == "resampled" else {}  # so that two streams have captions in common
 

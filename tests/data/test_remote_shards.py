@@ -157,8 +157,7 @@ def loader(spec: str, **options: Any) -> TrainLoader:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [2, 4])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (2, 2)])
 def test_a_stream_gives_every_sample_once_and_resumes(folder, url, workers, batch_size):
     """Also where a worker's samples do not fill a batch."""
     spec, options = f"{url}/s{{0..1}}.tar", {"workers": workers, "batch_size": batch_size}

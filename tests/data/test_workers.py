@@ -33,7 +33,7 @@ def load_and_wait(channel: Connection, method: str) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_with_much_to_send_end_when_the_main_process_is_killed(method: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     process: Any = fresh.context().Process(target=load_and_wait, args=(theirs, method))

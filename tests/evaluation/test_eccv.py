@@ -85,6 +85,7 @@ def test_the_figures_are_the_packages(measured: Any, metrics: Any, numbers: coco
     assert 1 < got["eccv_map_at_r", "i2t"] < 99 and got["cxc_r1", "t2i"] > got["coco_5k_r1", "t2i"] - 1
 
 
+@pytest.mark.slow
 def test_the_order_of_the_data_does_not_matter(metrics: Any, numbers: coco.Numbers, measured: Any, owner: torch.Tensor) -> None:
     """Folds are the package's, and a caption that the benchmark does not have is no candidate."""
     images, texts = coco_made.vectors(owner, 5000, noise=0.3)

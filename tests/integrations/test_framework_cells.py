@@ -76,13 +76,13 @@ def check(runs: Any, model: Any, loss: str, pairs: int = 4) -> None:
 
 
 def cells(*settings: str) -> list[Any]:
-    """Loop, setting and loss. By default a setting runs once in each loop, with one loss after the other; the rest is slow,
-    and so is compiling but in three loops."""
+    """Loop, setting and loss. By default bf16 runs once in each loop, with one loss after the other, and three loops compile.
+    The rest is slow: test_frameworks.py and the tests of each trainer compare trainings in these settings to the bit."""
+    compiled = {"raw": "dcl + m_dcl", "hugging_face": "clip", "ours": "clip"}  # coder takes 20 s to compile
     rows = []
-    for (row, loop), (column, setting) in itertools.product(enumerate(LOOPS.values()), enumerate(settings)):
-        chosen = "dcl + m_dcl" if setting == "compile" else LOSSES[(row + column) % len(LOSSES)]  # coder takes 20 s to compile
-        late = setting == "compile" and loop not in ("raw", "hugging_face", "ours")
-        rows += [pytest.param(loop, setting, loss, marks=[pytest.mark.slow] * (late or loss != chosen)) for loss in LOSSES]
+    for (row, loop), setting in itertools.product(enumerate(LOOPS.values()), settings):
+        chosen = {"compile": compiled.get(loop), "bf16": LOSSES[(row + 2) % len(LOSSES)]}.get(setting)
+        rows += [pytest.param(loop, setting, loss, marks=[pytest.mark.slow] * (loss != chosen)) for loss in LOSSES]
     return rows
 
 
@@ -130,12 +130,11 @@ def test_cells_of_resuming(runs: Any, tiny_model: str, tmp_path: Path, loop: str
 
 
 def test_our_trainer_counts_a_step_of_lookahead(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    for name in ("adamw", "lookahead_adamw"):
-        model = runs.make(tiny_model)
-        before = {key: value.clone() for key, value in model.state_dict().items() if "momentum.towers" in key}
-        runs.ours(model, "dcl + m_dcl", tmp_path / name, steps=2, opt=name)
-        assert model.coder.heads["momentum"].bank.count == 8
-        assert before and any(not torch.equal(value, model.state_dict()[key]) for key, value in before.items())
+    model = runs.make(tiny_model)
+    before = {key: value.clone() for key, value in model.state_dict().items() if "momentum.towers" in key}
+    runs.ours(model, "dcl + m_dcl", tmp_path, steps=2, opt="lookahead_adamw")
+    assert model.coder.heads["momentum"].bank.count == 8
+    assert before and any(not torch.equal(value, model.state_dict()[key]) for key, value in before.items())
 
 
 def on_two_ranks(runs: Any, path: str, folder: Path, losses: Sequence[str]) -> None:
@@ -144,7 +143,8 @@ def on_two_ranks(runs: Any, path: str, folder: Path, losses: Sequence[str]) -> N
             check(runs, trained(runs, path, loop, loss, "DDP", folder / loop), loss, 8)
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))])
+@pytest.mark.slow  # tests/integrations/test_frameworks.py compares two processes of each loop, with one loss
+@pytest.mark.parametrize("first", range(len(LOSSES)))
 def test_cells_of_two_processes(runs: Any, tiny_model: str, tmp_path: Path, first: int) -> None:
     losses = [LOSSES[(first + number) % len(LOSSES)] for number in range(len(LOOPS))]
     endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder, losses), tmp_path, timeout=300)

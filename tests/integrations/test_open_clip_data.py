@@ -282,7 +282,7 @@ def test_stages_and_data_sets_can_be_pickled(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(data.read_tars)) is data.read_tars
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resampled_shards_with_factors(listed: str, workers: int) -> None:
     first, second = listed.replace("{0..1}", "0"), listed.replace("{0..1}", "1")
     flags = ["--train-data", f"{first}::{second}", "--train-num-samples", "1600", "--dataset-resampled"]

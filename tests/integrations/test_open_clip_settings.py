@@ -31,8 +31,8 @@ def evaluation(released: Any, folder: Path, name: str, *further: str) -> list[st
     return runs.command(folder, name, released.models["vit"], data, *further)
 
 
-@pytest.mark.parametrize("weights", ["checkpoints/epoch_1.pt", "export/last/open_clip_model.safetensors"])
-def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+def test_weights_bring_their_normalisation(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    """A checkpoint and an export; a flag wins."""
     made: list[Any] = []
     create = Run.make_model
 
@@ -42,12 +42,13 @@ def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, rele
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "make_model", watched)
-        runs.train(evaluation(released, tmp_path, "a", *CODER, "--pretrained", str(trained.folder / weights)))
-        further = ["--pretrained", str(trained.folder / weights), "--image-mean", "0.1", "0.1", "0.1"]
-        runs.train(evaluation(released, tmp_path, "b", *CODER, *further))
-    assert tuple(made[0][0].visual.preprocess_cfg["mean"]) == (0.5, 0.4, 0.3)
-    assert tuple(made[0][2].transforms[-1].mean) == (0.5, 0.4, 0.3)
-    assert tuple(made[1][2].transforms[-1].mean) == (0.1, 0.1, 0.1)  # a flag wins
+        checkpoint = trained.folder / "checkpoints/epoch_1.pt"
+        export = trained.folder / "export/last/open_clip_model.safetensors"
+        for name, weights, flags in (("a", checkpoint, []), ("b", export, []), ("c", export, ["--image-mean", *3 * ["0.1"]])):
+            runs.train(evaluation(released, tmp_path, name, *CODER, "--pretrained", str(weights), *flags))
+    for model, _, transform in made[:2]:
+        assert tuple(model.visual.preprocess_cfg["mean"]) == tuple(transform.transforms[-1].mean) == (0.5, 0.4, 0.3)
+    assert tuple(made[2][2].transforms[-1].mean) == (0.1, 0.1, 0.1)
 
 
 def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_resuming_with_other_settings_is_refused(
         runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, *resume, epochs=2))
 
 
-@pytest.mark.parametrize("loss", ["dcl", "clip + ascl"])
+@pytest.mark.parametrize("loss", [pytest.param("dcl", marks=pytest.mark.slow), "clip + ascl"])
 def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     teacher = str(trained.folder / "export" / "last" / "open_clip_model.safetensors")
     further = ["--loss", loss, "--distill-model", Path(released.models["vit"]).stem, "--distill-pretrained", teacher]
@@ -87,7 +88,7 @@ def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: An
     assert ran.saved(2)["state_dict"]["logit_scale"].ndim == 0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "pure_bf16"])
 def test_momentum_towers_of_bfloat16_weights_are_float32(precision: str, released: Any, tmp_path: Path) -> None:
     options = {"precision": precision, "epochs": 1}
     line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "m_dcl", **options)

@@ -37,7 +37,9 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
         pytest.param("siglip", "sigmoid", ["--siglip"], marks=pytest.mark.slow),
         ("clip", "coca", []),
         ("coder", "vit", [*CODER, "concepts.norm=none"]),  # no BatchNorm
-        ("clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"]),  # no BatchNorm
+        pytest.param(
+            "clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"], marks=pytest.mark.slow
+        ),  # no BatchNorm
         pytest.param("clip + ascl", "vit", ["--coder-negatives", "none"], marks=pytest.mark.slow),  # no noise
     ],
 )

@@ -192,7 +192,9 @@ def test_half_types_are_raised_but_where_open_clip_computes() -> None:
         assert torch.equal(clip_of_features(*floats), ClipLoss()(*floats))
 
 
-@pytest.mark.parametrize(("form", "one_tile", "hard"), [("reference", 0, True), ("tiled", 1 << 24, False)])
+@pytest.mark.parametrize(
+    ("form", "one_tile", "hard"), [("tiled", 1 << 24, False), pytest.param("reference", 0, True, marks=pytest.mark.slow)]
+)
 def test_compiles(form: str, one_tile: int, hard: bool) -> None:
     options = hard_of(5, 3, 4, 1) if hard else {}
     loss = lambda v, w, scale: clip_of_features(v, w, scale, implementation=form, **options)  # noqa: E731

@@ -493,7 +493,7 @@ def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
 # -- compilation and memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "one_tile"), [("auto", 1 << 24), ("tiled", 0)])
+@pytest.mark.parametrize(("form", "one_tile"), [pytest.param("auto", 1 << 24, marks=pytest.mark.slow), ("tiled", 0)])
 def test_compiled_without_a_graph_break(form: str, one_tile: int) -> None:
     loss, features = case("printed")
     compiles(lambda *x: loss(*x, implementation=form), *features, one_tile=one_tile)
@@ -508,11 +508,16 @@ def test_compiled_by_inductor() -> None:
     torch.testing.assert_close(value_and_gradient(compiled, *features), value_and_gradient(loss, *features), **EXACT)
 
 
-def test_memory_grows_with_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_with_the_number_of_rows() -> None:
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.5e9)
     hard_memory(dcl)
-    # bfloat16 is converted on CPUs alone, a tile at a time and not as a whole
+
+
+@pytest.mark.slow
+def test_memory_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is converted on CPUs alone, a tile at a time and not as a whole."""
+    ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     monkeypatch.setattr(products, "TILE", products.TILE_ON_CPU)
     memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.42e9, dtype=torch.bfloat16)
 

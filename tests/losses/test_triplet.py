@@ -198,7 +198,7 @@ def away_from_kinks(v: Tensor, w: Tensor, further: Tensor, ids: Tensor, margin: 
 
 
 @pytest.mark.parametrize("form", ["scores", *FORMS])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
 def test_derivatives(kind: dict[str, Any], form: str) -> None:
     """At a point away from the kinks, with hard negatives."""
     for seed in itertools.count():
@@ -293,7 +293,9 @@ def test_half_types_are_raised_and_autocast_changes_nothing(hardest: bool, form:
 
 @pytest.mark.parametrize(("hardest", "form"), [(True, FORMS[0]), (False, FORMS[1])])
 def test_compiles(hardest: bool, form: str) -> None:
-    compiles(loss_of_form(hardest, form), *pair(5, 4, seed=2), rows(drawing(2), 3, 4), one_tile=0)
+    passed = {"image_ids": IDS, "hardest": hardest, "margin": 0.5, "implementation": form}
+    loss = lambda v, w, further: triplet_of_features(v, w, negatives=further, **passed)  # noqa: E731
+    compiles(loss, *pair(5, 4, seed=2), rows(drawing(2), 3, 4), one_tile=0)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -174,7 +174,7 @@ def kill_at_changes(made: Path, command: str, tmp_path: Path, step: int) -> tupl
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_killed_at_some_changes(made: Path, command: str, tmp_path: Path) -> None:
-    points, _ = kill_at_changes(made, command, tmp_path, step=23)
+    points, _ = kill_at_changes(made, command, tmp_path, step=41)
     assert points >= 10
 
 

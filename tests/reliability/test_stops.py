@@ -343,7 +343,7 @@ def signalled(made: Any, at: int, number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGHUP", "SIGUSR1"))]
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGHUP", "SIGUSR1"))]
 )
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_as_uninterrupted(finished, tmp_path, name):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)

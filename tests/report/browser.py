@@ -18,7 +18,7 @@ _LOOK = """<script>addEventListener("load", () => {
       && box.bottom <= chart.bottom + 1;
   };
   const wraps = [...document.querySelectorAll(".wrap")];
-  const measure = () => { parent.document.body.dataset.found = JSON.stringify({
+  const measure = () => { frameElement.dataset.found = JSON.stringify({
     width: innerWidth,
     scrolled: document.documentElement.scrollWidth,
     wide: all.filter(e => !e.closest(".wrap, pre, svg") && e.getBoundingClientRect().right > width + 1)
@@ -47,22 +47,24 @@ def browse(browser: str, folder: Path, *flags: str) -> str:
     return done.stdout
 
 
-def look(browser: str, text: str, folder: Path, width: int, *flags: str) -> dict[str, Any]:
-    """What a page is like at a width, in pixels: in a frame, because windows have a least width."""
+def look(browser: str, text: str, folder: Path, *widths: int, flags: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """What a page is like at each width, in pixels: in frames, because windows have a least width."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)  # which lets no script run
     text = text.replace("<details", "<details open")
     inner = html.escape(text.replace("</body>", _LOOK))
     copy = folder / "copy.html"
-    style = f"width: {width}px; height: 900px; border: 0"
-    copy.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8")
+    frames = [f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{inner}"></iframe>' for width in widths]
+    copy.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{"".join(frames)}', "utf-8")
     dom = browse(browser, folder, "--virtual-time-budget=3000", *flags, "--dump-dom", copy.as_uri())
-    [found] = re.findall(r'data-found="([^"]*)"', dom)
-    return json.loads(html.unescape(found))
+    found = [json.loads(html.unescape(each)) for each in re.findall(r'data-found="([^"]*)"', dom)]
+    assert [each["width"] for each in found] == [*widths]
+    return found
 
 
-def assert_readable(browser: str, text: str, folder: Path, width: int) -> dict[str, Any]:
+def assert_readable(browser: str, text: str, folder: Path, *widths: int) -> list[dict[str, Any]]:
     """Nothing wider than the page, no label outside its chart, no picture broken; returns what :func:`look` found."""
-    found = look(browser, text, folder, width)
-    assert found["width"] == width and found["scrolled"] <= width
-    assert found["wide"] == [] and found["outside"] == [] and found["broken"] == 0
+    found = look(browser, text, folder, *widths)
+    for each in found:
+        assert each["scrolled"] <= each["width"]
+        assert each["wide"] == [] and each["outside"] == [] and each["broken"] == 0
     return found

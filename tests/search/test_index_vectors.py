@@ -121,6 +121,7 @@ def test_too_few_vectors_to_train_on(tmp_path: Path, caplog: pytest.LogCaptureFi
         "IVF64,PQ8 is trained on 400 vectors, where FAISS advises 9,984 or more: Flat may be better"
     ]
     assert "WARNING clustering" not in capfd.readouterr().err
+    assert not check_factory("IVF64,PQ8", DIMENSIONS).do_polysemous_training  # half a minute, and the same results
 
 
 @pytest.mark.parametrize("factory", ["Round", "PQ5", "LSH", "IDMap,Flat", "NSG32", "HNSW16_PQ3"])

@@ -188,9 +188,9 @@ def test_each_kind_of_garbage_is_refused(server: Live) -> None:
     assert "Traceback" not in server.errors.read_text()
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_searches_are_answered_under_garbage_and_memory_stays(server: Live, seconds: float) -> None:
-    mixed(server, 8, 2.0)  # the memory that its threads keep
+    mixed(server, 8, 1.0)  # the memory that its threads keep
     searched, refused, held = mixed(server, 8, seconds)
     sizes = f"{held[0]} MB at first, {max(held)} at most, {held[-1]} at the end"
     print(f"{dict(searched)} searches, {dict(refused)} refused, {sizes}")

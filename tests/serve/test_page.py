@@ -47,7 +47,7 @@ def assert_tidy(tab: Page, server: Live) -> None:
     assert tab.run("[...document.images].filter(each => each.offsetParent && each.complete && !each.naturalWidth).length") == 0
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.slow)])
 def test_a_text_is_searched_for_by_keyboard(tab: Page, server: Live, made: Made, width: int) -> None:
     load(tab, server, width, dark=width == 390, mobile=width == 390)
     tab.run("document.activeElement.blur()")

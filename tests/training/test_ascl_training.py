@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from coder_plugin.cli import main
 from coder_plugin.data.regions.base import Record, Regions
@@ -40,22 +38,9 @@ def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # n
     again = result(tmp_path, run, "--export", "last")
     assert again["rsum"] == pytest.approx(last["rsum"], abs=0.01)
     assert again["shortlist"]["rsum"] == pytest.approx(last["shortlist"]["rsum"], abs=0.01)
-    # a shortlist of one is the shortlist's own order, all is the whole matrix, and folds are re-ranked too
-    one = result(tmp_path, run, "--export", "last", "--rerank", "1")
-    assert {one[key] - one["shortlist"][key] for key in ("i2t_r1", "t2i_r1", "rsum")} == {0.0}
+    # all is the whole matrix, and folds are re-ranked too
     every = result(tmp_path, run, "--export", "last", "--rerank", "all", "--folds", "2")
     assert every["rerank"] == "all" and every["folds"]["rsum"] >= every["rsum"] > 300
-
-
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
-    """Noise, generated captions, word and region dropout are drawn again as they were."""
-    options: dict[str, Any] = {"loss": FUSED, "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
-    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
-    run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 9)
-    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
-    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
-    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
 
 
 CAPTIONS = {

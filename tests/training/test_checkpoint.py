@@ -306,7 +306,7 @@ print("died", fatal)
 """
 
 
-@pytest.mark.parametrize("name", ["last", "new"])
+@pytest.mark.parametrize("name", ["last", pytest.param("new", marks=pytest.mark.slow)])
 def test_a_kill_anywhere_leaves_a_whole_checkpoint(name, tmp_path):
     script = KILLS.format(tests=str(Path(__file__).parent), root=str(tmp_path), name=name)
     done = fresh.run(["-c", script], timeout=300)

@@ -75,7 +75,9 @@ def rows(folder: Path, key: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"lock_text": True, "accum_freq": 2}, {"lora_rank": 2}], ids=str
+    "options",
+    [{"lock_text": True, "accum_freq": 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"lora_rank": 2}))],
+    ids=str,
 )
 def test_a_run_with_a_teacher_resumes_bit_for_bit(config: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     """Also where the weights that it started from are gone: the checkpoint holds what is needed of them."""

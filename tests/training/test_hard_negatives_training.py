@@ -89,6 +89,7 @@ def config(tiny_model, data, tmp_path):
     return make
 
 
+@pytest.mark.slow  # tests/data/test_reading_negatives.py goes on in mid-epoch
 def test_a_run_resumed_in_mid_epoch_equals_the_uninterrupted_one_bit_for_bit(tmp_path, config, capsys):
     whole = Trainer.from_config(config("whole"))
     whole.run()

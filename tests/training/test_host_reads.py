@@ -47,8 +47,8 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
     return found
 
 
-QUICK = [("coder", 2), ("selfalign", 1)]  # coder without accumulation: on two ranks below
-SLOW = [(loss, 1) for loss in SETTINGS if (loss, 1) not in QUICK] + [("clip", 2)]
+QUICK = [("selfalign", 2)]  # coder: on two ranks below
+SLOW = [(loss, 1) for loss in SETTINGS] + [("clip", 2), ("coder", 2)]
 
 
 @pytest.mark.parametrize(("loss", "accum_freq"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])

@@ -55,7 +55,9 @@ def test_the_logged_rate_is_the_one_of_the_step(tmp_path: Path) -> None:
     assert rates == pytest.approx({step: 2.5e-4 * (1 + math.cos(math.pi * step / 8)) for step in range(8)})
 
 
-@pytest.mark.parametrize(("most", "evaluated"), [(5, ["epoch 1", "step 5"]), (8, ["epoch 1", "epoch 2"])])
+@pytest.mark.parametrize(
+    ("most", "evaluated"), [(5, ["epoch 1", "step 5"]), pytest.param(8, ["epoch 1", "epoch 2"], marks=pytest.mark.slow)]
+)
 def test_a_run_of_so_many_steps_is_resumed_to_more(tmp_path: Path, most: int, evaluated: list[str], capsys: Any) -> None:
     """It ends within an epoch, its schedule with it; resumed, it goes on with the next step."""
     config = options(tmp_path, log_every_n_steps=1, save_every_steps=0, report=False, lr_scheduler="const", warmup=0)
@@ -118,7 +120,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [row for row in rows(folder / "run") if "loss" in row]
 
 
-@pytest.mark.parametrize("stopped", [3, 4])
+@pytest.mark.parametrize("stopped", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_rows(tmp_path: Path, whole: list[dict[str, Any]], stopped: int) -> None:
     made = trainer(options(tmp_path, name="other", log_every_n_steps=3, save_every_steps=0, val_frequency=2))
     made.callbacks.append(StopAt(stopped))

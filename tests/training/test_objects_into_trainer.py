@@ -282,7 +282,7 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path, tiny_model, op
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
-@pytest.mark.parametrize("stop_at", [2, STEPS])
+@pytest.mark.parametrize("stop_at", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_a_stopped_run_resumes_at_the_next_step(tmp_path, tiny_model, options, items, stop_at):
     val = open_scenes("val", count=6)
 

@@ -92,7 +92,7 @@ def result(tmp_path: Path, *arguments: str) -> Any:
     [
         pytest.param("region-bert", "dcl", {}, marks=pytest.mark.slow),
         pytest.param("region-bigru", "triplet(hardest=false)", {"lr": 3e-3}, marks=pytest.mark.slow),
-        ("region-bert-camera", "triplet + 0.01*view_diversity", {}),
+        pytest.param("region-bert-camera", "triplet + 0.01*view_diversity", {}, marks=pytest.mark.slow),
         pytest.param(
             "region-bigru-vsrn",
             "triplet(hardest=false) + 0.1*caption",
@@ -133,6 +133,10 @@ def test_coder_learns_with_its_banks_concepts_and_prototypes(tmp_path, made):
 # resuming
 
 
+#: Every head of the three papers.
+EVERY = "coder + ascl(similarity=fusion,temperature=0.1) + lca + cra(ca_on=combined)"
+
+
 class Killed(Exception):
     pass
 
@@ -154,15 +158,19 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
 @pytest.mark.parametrize(
     ("model", "loss", "workers"),
     [
-        ("region-bert", "coder", 0),
-        ("region-bigru-vsrn", "triplet + caption", 2),
+        ("region-bert", EVERY, 2),
+        ("region-bigru-vsrn", "triplet + caption", 0),
         pytest.param("region-bert", "dcl", 2, marks=pytest.mark.slow),
         pytest.param("region-bigru", "vse-infinity", 0, marks=pytest.mark.slow),
     ],
 )
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, model, loss, workers):
-    """All dropouts on: of regions, of words, inside BERT and of the captioner; BatchNorm's statistics go with it."""
-    options = {"model": model, "workers": workers, **(coder(made) if loss == "coder" else {"loss": loss})}
+    """All dropouts on: of regions, of words, inside BERT and of the captioner; BatchNorm's statistics go with it, and AsCL's
+    noise and captions are drawn again as they were."""
+    options = {"model": model, "workers": workers, "loss": loss}
+    if loss == EVERY:
+        options |= coder(made) | {"loss": loss}
+        options["set"] = [*options["set"], "fusion.heads=2", "alignment.prototypes=12", "alignment.freeze_steps=7"]
     options |= {"set": CAPTIONER} if "caption" in loss else {}
     options |= {"region_dropout": 0.3, "word_dropout": 0.3, "ema_decay": 0.9}
     Trainer.from_config(config(made, tmp_path, "whole", **options)).run()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 
 from coder_plugin.cli import main
 from coder_plugin.training.loop import Trainer
@@ -20,7 +17,6 @@ from tests.training.test_region_training import (  # noqa: F401
     run_killed_after,
     weights,
 )
-from tests.training.test_two_processes import records
 
 ALONE = "lca + cra(ca_on=combined)"
 FEW = ["alignment.prototypes=12"]
@@ -51,29 +47,14 @@ def test_a_run_learns_and_its_evaluation_repeats_with_and_without_contexts(tmp_p
 def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_path, made):  # noqa: F811
     options = coder(made)
     options["set"] = [*options["set"], *FEW]
-    found = {}
-    for order in ("coder + lca + cra", "lca + cra + coder"):
-        Trainer.from_config(config(made, tmp_path, order, **{**options, "loss": order}, epochs=1)).run()
-        run = [str(tmp_path / order), "--export", "last"]
-        rows = result(tmp_path, *run, "--beta", "1", "0.9", "--context-weight", "0", "1")
-        assert [row["name"].partition(", ")[2] for row in rows] == [
-            f"beta {beta}, context weight {weight}" for beta in ("1", "0.9") for weight in (0, 1)
-        ]
-        assert rows[3]["rsum"] == pytest.approx(result(tmp_path, *run)["rsum"], abs=0.01)
-        found[order] = [head for head in records(tmp_path, order)]
-    one, two = (np.array([line["loss"] for line in lines if "loss" in line]) for lines in found.values())
-    assert np.isfinite(one).all() and np.isfinite(two).all()
-
-
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
-    options: dict[str, Any] = {"loss": f"dcl + {ALONE}", "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
-    options["set"] = [*FEW, "alignment.freeze_steps=7"]
-    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
-    run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 5)
-    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
-    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
-    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
+    Trainer.from_config(config(made, tmp_path, **{**options, "loss": "lca + cra + coder"}, epochs=1)).run()
+    run = [str(tmp_path / "run"), "--export", "last"]
+    rows = result(tmp_path, *run, "--beta", "1", "0.9", "--context-weight", "0", "1")
+    assert [row["name"].partition(", ")[2] for row in rows] == [
+        f"beta {beta}, context weight {weight}" for beta in ("1", "0.9") for weight in (0, 1)
+    ]
+    assert rows[3]["rsum"] == pytest.approx(result(tmp_path, *run)["rsum"], abs=0.01)
+    assert np.isfinite(losses(tmp_path)).all()
 
 
 def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811

@@ -16,7 +16,7 @@ from tests import fresh
 from tests.reliability import ranks
 
 #: For evaluation, with five captions each.
-PICTURES = 100
+PICTURES = 30
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *, processes: int, launched: bool = False, **flags: object) -> None:
-    """``coder-plugin train`` in one process, or in two, which are forked or ``launched`` by accelerate."""
+    """``coder-plugin train`` in this process, or in two, which are forked or ``launched`` by accelerate."""
     options = {
         "logs": folder,
         "name": name,
@@ -50,15 +50,16 @@ def train(folder: Path, name: str, *, processes: int, launched: bool = False, **
     arguments = ["train", "--no-report"]
     for key, value in options.items():
         arguments += [f"--{key}", *(value if isinstance(value, list) else [str(value)])]
-    if processes > 1 and not launched:
+    if processes == 1:
+        assert main(arguments) == 0
+        return
+    if not launched:
         endings = ranks.run(lambda _: sys.exit(main(arguments)), folder, ranks=processes, timeout=240)
         assert [ending.status for ending in endings] == [0] * processes, endings
         return
-    launch = []
-    if launched:
-        # accelerate starts one process with --cpu, whatever their number; --multi_gpu is torchrun, without GPUs too
-        launch += ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", str(processes), "--multi_gpu"]
-        launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    # accelerate starts one process with --cpu, whatever their number; --multi_gpu is torchrun, without GPUs too
+    launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", str(processes), "--multi_gpu"]
+    launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = fresh.run([*launch, "-m", "coder_plugin.cli", *arguments], timeout=500, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
@@ -88,17 +89,19 @@ def ordered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v[order] if k in (f"{bank}ids", f"{bank}image", f"{bank}text") else v for k, v in state.items()}
 
 
-def test_two_processes_train_as_one(tmp_path, tiny_model, pictures):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, launched):
     flags = {"model": tiny_model, "loss": CODER, "val-data": pictures, "log-every-n-steps": 3}
     train(tmp_path, "one", processes=1, **flags)
-    train(tmp_path, "two", processes=2, launched=True, **{"save-frequency": 1}, **flags)
+    train(tmp_path, "two", processes=2, launched=launched, **{"save-frequency": 1}, **flags)
     one, two = records(tmp_path, "one"), records(tmp_path, "two")
     assert len(one) == len(two)
     assert {row["step"] for row in two if "loss" in row} == {4, 9} | set(range(0, 10, 3))  # and the ends of epochs
     assert "val/rsum" in one[-1] and one[-1]["step"] == 10
     for ours, theirs in zip(one, two, strict=True):
         for key in ours:
-            assert theirs[key] == pytest.approx(ours[key], rel=2e-4, abs=1e-6), key
+            ranks_differ = 2.0 if key.startswith("val/") else 1e-6  # rounding turns the ranks of near ties
+            assert theirs[key] == pytest.approx(ours[key], rel=2e-4, abs=ranks_differ), key
     before, after = ordered(state(tmp_path, "one")), ordered(state(tmp_path, "two"))
     for key, value in before.items():
         value, other = value.double(), after[key].double()

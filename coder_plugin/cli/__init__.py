@@ -52,7 +52,7 @@ options of a command: coder-plugin COMMAND --help
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 2 with one line on standard error for a user's mistake."""
-    parser = _parser()
+    parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help()
@@ -78,14 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> CommandParser:
-    """The parser of the command line, with the options of all commands."""
-    parser = _parser()
-    parser.fill()
-    return parser
-
-
-def _parser() -> CommandParser:
-    """The same, which adds the options of the command that is given."""
     parser = CommandParser(
         prog="coder-plugin",
         description="Losses beyond InfoNCE for OpenCLIP-style image-text retrieval training.",

@@ -33,13 +33,6 @@ _WITHOUT_TRAINING = {
 
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Add ``--config`` and a flag for each option of training, or for those in ``only``, in a group for each subject."""
-    if isinstance(parser, CommandParser):
-        parser.later(lambda: _add_flags(parser, only))
-    else:
-        _add_flags(parser, only)
-
-
-def _add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
@@ -85,27 +78,20 @@ def add_command(
         >>> read_command(Command, parser.parse_args(["logs/run", "--top", "3"]))
         Command(run='logs/run', top=3)
     """
-    if isinstance(parser, CommandParser):
-        parser.later(lambda: _add_command(parser, cls))
-    else:
-        _add_command(parser, cls)
-    if options is not None:
-        add_flags(parser, only=options)
-    if isinstance(parser, CommandParser):
-        parser.later(parser.add_help_all)
-    if run is not None:
-        reads_options = options is not None
-        parser.set_defaults(
-            run=lambda arguments: run(read_command(cls, arguments), *([read_options(arguments)] if reads_options else []))
-        )
-
-
-def _add_command(parser: argparse.ArgumentParser, cls: type) -> None:
     groups: dict[str | None, Any] = {None: parser}
     for option in sorted(options_of(cls).values(), key=lambda each: each.field not in cls.__annotations__):  # its own first
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         _add(groups[option.group], option)
+    if options is not None:
+        add_flags(parser, only=options)
+    if run is not None:
+        reads_options = options is not None
+        parser.set_defaults(
+            run=lambda arguments: run(read_command(cls, arguments), *([read_options(arguments)] if reads_options else []))
+        )
+    if isinstance(parser, CommandParser):
+        parser.add_help_all()
 
 
 def read_command(cls: type[_T], arguments: argparse.Namespace) -> _T:

@@ -7,7 +7,7 @@ import difflib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -89,26 +89,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *, example: str = "", **options: Any) -> None:
         self.example = example
-        self._later: list[Callable[[], None]] = []
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
         self.set_defaults(parser=self)  # the parser of the command that was given, for its own errors
-
-    def later(self, add: Callable[[], None]) -> None:
-        """Add arguments when they are needed: of all commands, one is given."""
-        self._later.append(add)
-
-    def fill(self, *, commands: bool = True) -> None:
-        """Add what :meth:`later` has put off, also to the parsers of ``commands``."""
-        while self._later:
-            self._later.pop(0)()
-        for action in self._actions if commands else ():
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    parser.fill()
-
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        self.fill(commands=False)
-        return super().parse_known_args(*args, **options)
 
     @contextmanager
     def titled(self, title: str, commands: argparse._SubParsersAction) -> Iterator[None]:

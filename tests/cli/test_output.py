@@ -49,6 +49,10 @@ def test_help_of_a_command_that_does_not_train_speaks_of_no_training(capsys) -> 
     for command in ("embed", "index", "eval", "mine"):
         text = " ".join(shown(capsys, command, "--help").split())
         assert "--train-data" not in text and "pairs per rank" not in text and "--model NAME in place of RUN" in text
+        assert "coder-tiny" not in text  # no model is the default
+    text = " ".join(shown(capsys, "index", "add", "--help").split())
+    assert "--model NAME of an index that was made with --model: where" in text and "RUN" not in text
+    assert "coder-tiny" not in text and "--pretrained WEIGHTS the same" in text
 
 
 def test_usage_names_what_must_be_given(capsys) -> None:

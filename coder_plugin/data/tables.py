@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,8 +114,9 @@ def open_csv(
             items.append(bad_item(path, image.fault, names))
             continue
         places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
-        load = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
-        load = _refuse_url if pictures and _URL.match(path) else load
+        load: Callable[[], Image] = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
+        if pictures and _URL.match(path):
+            load = _refuse_url
         paths = tuple(map(str, places)) if pictures else ()
         captions, negatives = tuple(image.captions), tuple(image.negatives)
         items.append(Item(path, captions, load, names, negatives=negatives, paths=paths, metadata=image.metadata))

@@ -28,6 +28,9 @@ _WITHOUT_TRAINING = {
     "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
     "batch_size": "images, or captions, per forward pass [the run's, else 64]",
     "workers": "data loading processes [the run's, else 2]",
+    "max_regions": "read at most the first n regions of an image [the model's, else 36]",
+    "max_bad_samples": "stop above this fraction of samples that cannot be used, judged after 1,000 [the run's, else 0.01]",
+    "precision": "autocast [the model's, else bf16 on GPU, fp32 on CPU]",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from coder_plugin.errors import CoderError
@@ -34,12 +34,13 @@ def hub_access(needed: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(failure: str, downloads: Mapping[str, str]) -> Iterator[None]:
+def loading(failure: str, downloads: Mapping[str, str], repositories: Sequence[str] = ()) -> Iterator[None]:
     """A context in which a library reads a model's files: :func:`hub_access`, no progress bars, and one-line errors.
 
     Args:
         failure: how the error begins, such as "the weights of NAME cannot be loaded".
         downloads: what may have to be downloaded, and for each the flag that names a copy of it. Empty: nothing is fetched.
+        repositories: of these downloads on the hub, as far as they are known.
 
     Raises:
         CoderError: for any error inside.
@@ -57,9 +58,10 @@ def loading(failure: str, downloads: Mapping[str, str]) -> Iterator[None]:
                 raise
             except Exception as error:  # open_clip, timm, transformers and the hub raise many types
                 if downloads and is_offline() and is_download_error(error):
+                    commands = (f"hf download {name} --local-dir FOLDER" for name in repositories or ["OWNER/NAME"])
                     raise CoderError(
                         f"{failure}: {' and '.join(downloads)} must be downloaded, and the Hugging Face Hub cannot be "
-                        "reached: download where there is a network (hf download OWNER/NAME --local-dir FOLDER), and name "
+                        f"reached: download where there is a network ({'; '.join(commands)}), and name "
                         f"the copy: {' and '.join(downloads.values())}"
                     ) from error
                 raise CoderError(f"{failure}: {type(error).__name__}: {' '.join(str(error).split())[:500]}") from error

@@ -24,6 +24,13 @@ from coder_plugin.expression import Expression, Item, format_value
 from coder_plugin.locations import check_local_loss
 from coder_plugin.options import check_options, check_types, required_options
 
+#: What the field calls our losses, in lower case without "-", "_" and a final "loss".
+_IN_THE_FIELD = {
+    **dict.fromkeys(("infonce", "nce", "ntxent", "contrastive", "clipinfonce"), "'clip' (InfoNCE)"),
+    "sigmoid": "'siglip'",
+    "hinge": "'triplet'",
+}
+
 
 @dataclass(frozen=True)
 class TermSpec:
@@ -288,6 +295,8 @@ def check_names(text: str) -> Expression:
     for item in expression.items:
         if not (registry.is_loss(item.name) or any(item.name in names for names in groups)):
             hint, known = did_you_mean(item.name, *groups), ", ".join([*groups[0], *groups[1]])
+            if meant := _IN_THE_FIELD.get(re.sub("[-_]|loss$", "", item.name.lower())):
+                hint = f"; did you mean {meant}?"
             message = (
                 f"unknown loss or objective {item.name!r}{hint} (known: {known}; a class in a file is PATH.py:NAME; one "
                 "that Python code registers is known in that process, one of an entry point everywhere: docs/plugins.md)"

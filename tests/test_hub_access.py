@@ -71,10 +71,14 @@ def test_only_the_cache_is_read_where_the_hub_does_not_answer(monkeypatch) -> No
 @pytest.mark.parametrize(
     "name, options, words",
     [
-        ("ViT-B-32", {"pretrained": "laion2b_s34b_b79k"}, ["weights 'laion2b_s34b_b79k'", "--pretrained FILE"]),
-        ("hf-hub:owner/name", {}, ["the repository 'owner/name'", "--model local-dir:FOLDER"]),
-        ("roberta-ViT-B-32", {}, ["text tower 'roberta-base'"]),
-        ("region-bert", {"text": "bert-base-nobody-has", "region_dim": 4}, ["'bert-base-nobody-has'", "text=FOLDER"]),
+        ("ViT-B-32", {"pretrained": "laion2b_s34b_b79k"}, [
+            "weights 'laion2b_s34b_b79k'", "--pretrained FILE", "download laion/CLIP-ViT-B-32-laion2B-s34B-b79K --",
+        ]),
+        ("hf-hub:owner/name", {}, ["the repository 'owner/name'", "--model local-dir:FOLDER", " owner/name --local-dir"]),
+        ("roberta-ViT-B-32", {}, ["text tower 'roberta-base'", "(hf download roberta-base --local-dir FOLDER)"]),
+        ("region-bert", {"text": "bert-base-nobody-has", "region_dim": 4}, [
+            "'bert-base-nobody-has'", "text=FOLDER", "download bert-base-nobody-has --",
+        ]),
     ],
 )
 def test_what_would_be_downloaded_is_named_at_once(name, options, words, monkeypatch, caplog) -> None:

@@ -213,7 +213,10 @@ def create_clip(
         f"its text tower {text_tower!r}": text_tower and not Path(text_tower).is_dir() and "--model CONFIGURATION.json",
     }
     needed = {what: flag for what, flag in downloads.items() if flag}
-    with loading(f"model {name!r} cannot be created", needed), without_weights_warning():
+    tag = {} if schema or pretrained is None else open_clip.get_pretrained_cfg(name, pretrained) or {}
+    sources = zip((tag.get("hf_hub"), location, None, text_tower), downloads.values(), strict=True)
+    repositories = ["/".join(source.split("/")[:2]) for source, flag in sources if source and flag]
+    with loading(f"model {name!r} cannot be created", needed, repositories), without_weights_warning():
         create = create or open_clip.create_model
         model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
         if trained:

@@ -222,7 +222,7 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         check_folder(Path(name), encoder=True)
     options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
     copies = {f"the repository {name!r}": "--model-kwargs text=FOLDER"} if on_hub else {}
-    with loading(f"text encoder {name!r} cannot be loaded", copies):
+    with loading(f"text encoder {name!r} cannot be loaded", copies, [name]):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if pretrained:
             model = AutoModel.from_pretrained(name, **options)

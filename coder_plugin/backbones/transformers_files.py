@@ -120,7 +120,7 @@ def check_files(folder: Path) -> None:
 def reading(what: str, location: Location) -> AbstractContextManager[None]:
     """A context in which transformers reads files of a model (:func:`~coder_plugin.hub_access.loading`)."""
     downloads = {} if location.folder else {f"the repository {location.name}": "--model FOLDER"}
-    return loading(f"{what} of {location.name} cannot be loaded", downloads)
+    return loading(f"{what} of {location.name} cannot be loaded", downloads, [location.name])
 
 
 @dataclass(frozen=True)

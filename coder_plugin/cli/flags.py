@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from coder_plugin.cli.parsing import CommandParser, mark_rare
@@ -28,22 +28,34 @@ _WITHOUT_TRAINING = {
     "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
     "batch_size": "images, or captions, per forward pass [the run's, else 64]",
     "workers": "data loading processes [the run's, else 2]",
+    "max_regions": "read at most the first n regions of an image [the model's, else 36]",
+    "max_bad_samples": "stop above this fraction of samples that cannot be used, judged after 1,000 [the run's, else 0.01]",
+    "precision": "autocast [the model's, else bf16 on GPU, fp32 on CPU]",
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Add ``--config`` and a flag for each option of training, or for those in ``only``, in a group for each subject."""
+def add_flags(
+    parser: argparse.ArgumentParser, only: Collection[str] | None = None, *, help_texts: Mapping[str, str] | None = None
+) -> None:
+    """Add ``--config`` and a flag for each option of training, or for those in ``only``, in a group for each subject.
+
+    Args:
+        parser: of the command.
+        only: names of the options; None: all.
+        help_texts: what some of them mean to this command, by name.
+    """
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
     options = [option for name, option in options_by_name().items() if only is None or name in only]
     training = any(option.name == "train_data" for option in options)
+    texts = {**({} if training else _WITHOUT_TRAINING), **(help_texts or {})}
     options.sort(key=lambda option: option.group is None)  # --recipe beside --loss
     for title in _TITLES.values():
         group = parser.add_argument_group(title)
         for option in options:
             if title == (option.group or _TITLES[option.subject]) and not option.listed:
-                _add(group, option, None if training else _WITHOUT_TRAINING.get(option.name))
+                _add(group, option, texts.get(option.name))
     if listed := [option for option in options if option.listed]:
         _add_list(parser.add_argument_group("open_clip's rarer options"), listed)
     if isinstance(parser, CommandParser):
@@ -56,6 +68,7 @@ def add_command(
     run: Callable[..., int] | None = None,
     *,
     options: Collection[str] | None = None,
+    help_texts: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag, or an argument without one, for each field of a command's own dataclass, and set what the command runs.
 
@@ -65,6 +78,7 @@ def add_command(
         run: called with an instance of it; with ``options`` also with those of training that were given, by flat name.
             Returns the exit status. None: the caller sets it.
         options: names of options of training that the command takes, too.
+        help_texts: what some of these mean to this command, by name.
 
     Example:
         >>> from dataclasses import dataclass
@@ -84,7 +98,7 @@ def add_command(
             groups[option.group] = parser.add_argument_group(option.group)
         _add(groups[option.group], option)
     if options is not None:
-        add_flags(parser, only=options)
+        add_flags(parser, only=options, help_texts=help_texts)
     if run is not None:
         reads_options = options is not None
         parser.set_defaults(
@@ -123,7 +137,7 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _add(group: Any, option: Option, help_text: str | None = None) -> None:
     text = help_text or option.help
-    if "[" not in text and option.default not in (None, MISSING, False, "", 0, []):
+    if help_text is None and "[" not in text and option.default not in (None, MISSING, False, "", 0, []):
         text = f"{text} [{option.default}]"
     argument: dict[str, Any] = {"help": text.replace("%", "%%")}
     metavar = option.metavar or {int: "N", float: "X", str: "NAME"}.get(option.kind)

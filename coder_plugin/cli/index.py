@@ -76,7 +76,11 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         ("remove", "Remove images from an index. Their rows are deleted from its Parquet files."),
     ):
         changes[name] = type(parser)(prog=f"{parser.prog} {name}", description=description)
-    add_command(changes["add"], AddCommand, run_add, options=OPENING_AND_READING)
+    moved = {
+        "model": "of an index that was made with --model: where its model is now, if it has moved",
+        "pretrained": "the same for its weights",
+    }
+    add_command(changes["add"], AddCommand, run_add, options=OPENING_AND_READING, help_texts=moved)
     add_command(changes["remove"], RemoveCommand, run_remove)
     parse = parser.parse_known_args
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from coder_plugin.errors import did_you_mean
+from coder_plugin.registry import GROUPS
 from coder_plugin.terminal import echo
 
 _KINDS = {int: "a whole number", float: "a number"}
@@ -43,7 +44,6 @@ _ELSEWHERE = {
 _ADVICE = {
     "--device": "a GPU is used where there is one; CUDA_VISIBLE_DEVICES=N chooses it, an empty CUDA_VISIBLE_DEVICES= the CPU",
 }
-
 
 class Help(argparse.HelpFormatter):
     """Help without the rare options, and with a usage line that names only what a command must be given."""
@@ -153,6 +153,8 @@ class CommandParser(argparse.ArgumentParser):
         names = list(map(str, action.choices))
         hint = did_you_mean(str(value), names) or ";"
         if isinstance(action, argparse._SubParsersAction):
+            if value in GROUPS:
+                hint = f": coder-plugin plugins {value} lists them;"
             raise argparse.ArgumentError(None, f"unknown command {value!r}{hint} commands: {', '.join(names)}")
         raise argparse.ArgumentError(action, f"{str(value)!r} is not allowed{hint} allowed: {', '.join(names)}")
 

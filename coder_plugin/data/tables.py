@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 #: What may separate the columns of a table, open_clip's default first.
 _SEPARATORS = "\t,;|"
+_URL = re.compile("[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 #: Most bytes of a JSON file of captions.
 _MOST_BYTES = 1 << 31
 
@@ -112,7 +114,9 @@ def open_csv(
             items.append(bad_item(path, image.fault, names))
             continue
         places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
-        load = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
+        load: Callable[[], Image] = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
+        if pictures and _URL.match(path):
+            load = _refuse_url
         paths = tuple(map(str, places)) if pictures else ()
         captions, negatives = tuple(image.captions), tuple(image.negatives)
         items.append(Item(path, captions, load, names, negatives=negatives, paths=paths, metadata=image.metadata))
@@ -242,6 +246,14 @@ def _load(places: Sequence[Path], expected: Path) -> Image:
     return decode_image(str(next(filter(os.path.exists, places), expected)))
 
 
+def _refuse_url() -> NoReturn:
+    raise BadSample(
+        "file",
+        "a URL, and the pictures of a table are local files: nothing is fetched. Download them first, for example with "
+        "img2dataset, and train on its shards",
+    )
+
+
 def read_json(spec: str | Path) -> Any:
     return files.read_json(spec, most=_MOST_BYTES)
 
@@ -256,6 +268,8 @@ def picture_of(root: Path | None, key: str) -> dict[str, Any]:
     """``load`` and ``paths`` of the :class:`Item` whose picture is ``key`` in ``root``; None: it has none."""
     if root is None:
         return {"load": partial(no_picture, key)}
+    if _URL.match(key):
+        return {"load": _refuse_url}
     return {"load": partial(decode_image, str(root / key)), "paths": (str(root / key),)}
 
 

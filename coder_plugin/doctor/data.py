@@ -26,6 +26,7 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import Item
 from coder_plugin.doctor.findings import Finding, listed, many, note, ok, one_line, problem, share, some, warning
 from coder_plugin.errors import CoderError
+from coder_plugin.progress import track
 
 #: Most images of a split that are read without --all; of a split with more than SMALL, ``--samples`` pictures are decoded.
 MOST, SMALL = 200_000, 10_000
@@ -254,12 +255,10 @@ def _copies(ours: Sequence[Look], theirs: Sequence[Look], *, within: bool = Fals
 
 def check_pictures(split: Split, config: TrainConfig, looks: dict[str, list[Look]], most: int | None) -> Iterator[Finding]:
     """Decode pictures, or load regions, into ``looks``: unreadable ones, blank ones, and pictures that occur twice."""
-    from tqdm import tqdm
-
     name, total = f"{split.name}.pictures", len(split.items)
     items = split.items if most is None or total <= SMALL else split.sample(most, config.run.seed)
     with ThreadPoolExecutor(1 if config.data.regions else 8) as pool:
-        read = list(tqdm(pool.map(look_at, items), total=len(items), desc=name, disable=None, leave=False))
+        read = list(track(pool.map(look_at, items), len(items), what=f"images of {split.name} loaded"))
     bad, good = [look for look in read if look.error], [look for look in read if not look.error]
     looks[split.name] = read
     if bad:

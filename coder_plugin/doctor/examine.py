@@ -41,11 +41,11 @@ def examine(
     paths = [folder_of(spec, config.model.cache_dir) for spec in folders]
     checks = [(check, path) for path in paths for check in run.checks_for(path)]  # fails before the long checks
     findings = []
-    for check in (installation.check_packages, installation.check_plugins):
-        findings += guarded("installation", check)
+    for what, check in (("packages", installation.check_packages), ("plugins", installation.check_plugins)):
+        findings += guarded("installation", check, doing=f"checking installed {what}")
     findings += guarded("machine", installation.check_gpus)
     for check_folder, path in checks:
-        findings += guarded("run", check_folder, path)
+        findings += guarded("run", check_folder, path, doing=f"checking {path}")
     return findings + check_training(config, options, samples=samples, check_all=check_all, check_objective=check_objective)
 
 
@@ -66,17 +66,22 @@ def check_training(
     findings: list[Finding] = []
     for name in ("train", "val"):
         if getattr(config.data, name) is not None:
-            findings += guarded(name, data.read_split, splits, name, config, None if check_all else data.MOST)
+            reads = data.read_split, splits, name, config, None if check_all else data.MOST
+            findings += guarded(name, *reads, doing=f"reading {name} data: {getattr(config.data, name)}")
+    train = splits.get("train")
+    if train is not None and train.items and not train.broken:
+        findings += guarded("train", recipe.check_epoch, config, train)
     if config.evaluation.zeroshot is not None:
-        findings += guarded("zeroshot", recipe.check_zero_shot, config)
+        findings += guarded("zeroshot", recipe.check_zero_shot, config, doing="reading zero-shot classes")
     tokenizers: list[Any] = []
     on_model: list[Finding] = []
     if check_objective or {"model", "loss", "concepts"} & named:
-        on_model = guarded("recipe", recipe.check_recipe, config, splits.get("train"), tokenizers)
+        makes = recipe.check_recipe, config, train, tokenizers
+        on_model = guarded("recipe", *makes, doing="making model and loss")
     looks: dict[str, list[data.Look]] = {}
     readable = {name: each for name, each in splits.items() if each.items}
     for name, each in readable.items():
-        findings += guarded(name, data.check_captions, each)
+        findings += guarded(name, data.check_captions, each, doing=f"checking {len(each.items):,} images of {name}")
         for tokenizer in tokenizers:
             findings += guarded(name, data.check_lengths, each, tokenizer)
         findings += guarded(name, data.check_ids, each)

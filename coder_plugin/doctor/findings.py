@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 _PACKAGE = Path(__file__).parents[1]
 LEVELS = ("ok", "note", "warning", "problem")
@@ -42,9 +44,14 @@ warning = partial(Finding, "warning")
 problem = partial(Finding, "problem")
 
 
-def guarded(name: str, check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """The findings of ``check(*arguments)``. An error that it raises is one more, and each warning that it logs."""
+def guarded(name: str, check: Callable[..., Iterable[Finding]], *arguments: Any, doing: str = "") -> list[Finding]:
+    """The findings of ``check(*arguments)``. An error that it raises is one more, and each warning that it logs.
+
+    ``doing``, of a check that may take long, is printed on standard error before it.
+    """
     findings: list[Finding] = []
+    if doing:
+        echo(f"{doing} …", file=sys.stderr)
     with _captured_warnings() as messages:
         try:
             findings.extend(check(*arguments))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.doctor.data import Split
-from coder_plugin.doctor.findings import Finding, is_absent, note, ok, problem, warning
+from coder_plugin.doctor.findings import Finding, is_absent, many, note, ok, problem, warning
 from coder_plugin.errors import CoderError
 
 
@@ -21,10 +22,11 @@ def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Ite
     import torch
 
     from coder_plugin.data.from_config import make_source
-    from coder_plugin.model import create_loss, required_heads
+    from coder_plugin.model import required_heads
     from coder_plugin.pretrained import build
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training import fine_tuning, prepare
+    from coder_plugin.training.optim import total_steps, with_epochs
 
     if "model" not in config.origins and not config.data.on_scenes and not _recipe_names_model(config):
         yield note("recipe.model", "no --model: objective and model were not checked", "add --model NAME, as for train")
@@ -56,18 +58,37 @@ def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Ite
     tokens = tokenizer(["a"]).shape[1]
     text = f"{config.model.name}: {type(model).__name__}, {parameters:,} parameters, texts of {tokens} tokens"
     yield ok("recipe.model", text)
-    loss = create_loss(objective, model=model)
+    loss = prepare.make_loss(config, objective, model)
     for advice in fine_tuning.advice(config, model, loss):
         yield warning(f"recipe.{advice.name}", advice.text, advice.do)
     read = {key for binding in loss.bindings for key in binding.values()}
     if fine_tuning.starts_from_weights(config) and hasattr(model, "logit_scale") and "logit_scale" not in read:
         text = "no term reads logit_scale, so it stays that of the weights: probabilities by it do not fit the new similarities"
         yield note("recipe.scale_unread", text, "nothing for ranking, which does not depend on it")
-    batch = config.optim.batch_size * config.optim.accum_freq
+    prepare.make_train_transform(model, config)
+    prepare.make_tags(model, config)
     try:
-        model.coder.check(batch=batch, samples=samples // batch * batch * config.optim.epochs)
-    except CoderError as error:
-        yield problem("recipe.sizes", str(error), "set the option that the message names")
+        steps = prepare.steps_per_epoch(config, source.name, samples)
+    except CoderError:
+        if split is None:
+            raise
+        return  # check_epoch reports it
+    prepare.check_run(config, model, loss, tokenizer, total_steps(with_epochs(config, steps), steps))
+
+
+def check_epoch(config: Any, split: Split) -> Iterator[Finding]:
+    """Whether the training data have a step for each epoch, and their hard negatives can be read."""
+    from coder_plugin.data.from_config import make_negatives
+    from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.training.prepare import steps_per_epoch
+
+    with contextlib.suppress(CoderError):  # no model is named; other refusals are check_recipe's
+        config = resolve_config(config.given())
+    source = split.source
+    steps = steps_per_epoch(config, source.name, source.samples(config.data.captions, config.data.train_num_samples))
+    make_negatives(config.data, source)
+    pairs = config.optim.batch_size * config.optim.accum_freq
+    yield ok("train.steps", f"an epoch has {many(steps, 'step')} of {many(pairs, 'pair')}, in one process")
 
 
 def _recipe_names_model(config: Any) -> bool:

@@ -92,6 +92,7 @@ def build_index(
     options = {"what": what, "factory": factory, "rerank": rerank}
     if what not in ("both", *KINDS):
         raise CoderError(f"what must be both, images or captions, got {what!r}")
+    _on_all_ranks(lambda: check_factory(factory))  # before the model is opened
     if job is not None:
         _on_all_ranks(lambda: job.opened)  # what it cannot open leaves no folder
     with write_lock(folder):

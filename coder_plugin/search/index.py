@@ -53,7 +53,7 @@ def read_note(folder: Path, *, verify: bool = False, derived: bool = True) -> di
     if not path.exists():
         if (folder / EMBEDDINGS).is_dir():
             raise CoderError(f"{folder} holds no index yet: its command was stopped, run it again")
-        raise CoderError(f"{folder} is not an index: it has no {NOTE}")
+        raise CoderError(f"{folder} is not an index: it has no {NOTE}; give the folder of one, which coder-plugin index makes")
     note = read_json(path)
     if not isinstance(note, dict) or note.get("format") != FORMAT:
         raise CoderError(f"{path} has another format than {FORMAT!r}: build the index again with this coder-plugin")

@@ -77,19 +77,26 @@ def is_lossless(factory: str) -> bool:
     return all(map(_LOSSLESS.fullmatch, factory.split(",")))
 
 
-def check_factory(factory: str, dimensions: int) -> Any:
+def check_factory(factory: str, dimensions: int | None = None) -> Any:
     """An empty inner-product index of a FAISS factory string.
+
+    Args:
+        factory: the string.
+        dimensions: D; None: not known yet, and only what does not depend on D is checked.
 
     Raises:
         CoderError: FAISS does not know the factory, or not for so many dimensions or inner products.
     """
     faiss = import_faiss()
     try:
-        index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(dimensions or 64, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, AssertionError) as error:
+        if dimensions is None and "could not parse" not in str(error):
+            return None
         why = "it has no inner product" if "METRIC_L2" in str(error) else short(error)
+        size = f" for {dimensions} dimensions" if dimensions else ""
         raise CoderError(
-            f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; use Flat, HNSW32, "
+            f"FAISS knows no index factory {factory!r}{size}; use Flat, HNSW32, "
             f"IVF1024,Flat or PQ64, for example: {why}"
         ) from error
     if re.search("IDMap|NSG", factory) or list(_parts(index))[-1].metric_type != faiss.METRIC_INNER_PRODUCT:

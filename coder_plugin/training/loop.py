@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,18 @@ from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
-from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_negatives
-from coder_plugin.data.loader import TrainLoader, count_steps
+from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.pixels import tensors_of, to_device
 from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
-from coder_plugin.evaluation.zero_shot import accuracies, check_model, read_classes, zero_shot
+from coder_plugin.evaluation.zero_shot import accuracies, read_classes, zero_shot
 from coder_plugin.following import Following, clamp_logit_scale, follow
-from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_model, inference_options
@@ -138,10 +136,7 @@ class Trainer:
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
         negatives = make_negatives(data, source)
-        batches = count_steps(source.name, samples, optim.batch_size, distributed.world_size())
-        self.steps_per_epoch = batches // optim.accum_freq
-        if self.steps_per_epoch < 1:
-            raise CoderError(f"--accum-freq {optim.accum_freq} is more than the {batches} batches of an epoch")
+        self.steps_per_epoch = prepare.steps_per_epoch(config, source.name, samples)
         self.config = config = with_epochs(config, self.steps_per_epoch)
         self.total_steps = total_steps(config, self.steps_per_epoch)
         self.log = RunLog(self.folder, self.accelerator, config)
@@ -159,20 +154,10 @@ class Trainer:
         if isinstance(model, str):
             prepare.say_random_weights(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
-        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
-            self.objective,
-            model=self.model,
-            implementation=cast(Implementation, config.loss.loss_impl),
-            gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
-            gather=config.loss.gather,  # type: ignore[arg-type]
-        )
-        if self.classes is not None:
-            check_model(self.model)
+        self.loss = loss if isinstance(loss, CoderLoss) else prepare.make_loss(config, self.objective, self.model)
         self._warn_of_unmasked_terms()
-        prepare.check_pairs(config, self.loss)
         for advice in fine_tuning.advice(config, self.model, self.loss, pretrained=isinstance(model, str)):
             self.log.warn(f"{advice.text}: {advice.do}")
-        prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
         self.train_transform = prepare.make_train_transform(self.model, config)
         val_transform = build.make_transform(self.model, max_regions=data.max_regions)
@@ -193,8 +178,7 @@ class Trainer:
             num_samples=data.train_num_samples,
             pin_memory=self.device.type == "cuda",
         )
-        pairs_per_step = optim.batch_size * optim.accum_freq * distributed.world_size()
-        self.model.coder.check(batch=pairs_per_step, samples=pairs_per_step * self.total_steps)
+        self.frozen = prepare.check_run(config, self.model, self.loss, self.tokenizer, self.total_steps)
         self.encoder = Encoder(
             self.model,
             self.tokenizer,
@@ -206,10 +190,6 @@ class Trainer:
             autocast=self.accelerator.autocast,
         )
         shortlist_length(config.evaluation.rerank, self.encoder)  # raises here rather than after the first epoch
-        self.frozen = prepare.freeze_unread(self.model, self.loss, self.tokenizer)
-        prepare.freeze_batch_norm(self.model, image=config.model.lock_image_freeze_bn_stats)  # of a model that was passed, too
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
         self.position: Any = None

@@ -176,8 +176,8 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "objective": plan["objective"],
         "heads": ", ".join(f"{name} ({size:,} parameters)" for name, size in plan["heads"].items()) or "none",
         "derived": ", ".join(f"{name}={format_value(value)}" for name, value in plan["derived options"].items()),
-        "not as printed": ", ".join(
-            f"{name}={format_value(each['value'])} (printed: {format_value(each['printed'])})"
+        "not as in paper": ", ".join(
+            f"{name}={format_value(each['value'])} (paper: {format_value(each['printed'])})"
             for name, each in plan["not as printed"].items()
         ),
         "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,20 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
+from coder_plugin.contrast.pairs import Implementation
 from coder_plugin.data.from_config import make_source, object_source
 from coder_plugin.data.huggingface import is_dataset
+from coder_plugin.data.loader import count_steps
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError, install_command
+from coder_plugin.evaluation.zero_shot import check_model
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, heads_having, heads_with
 from coder_plugin.locations import absolute
 from coder_plugin.memory.model_copy import ModelCopy
-from coder_plugin.model import add_heads, required_heads_with
+from coder_plugin.model import add_heads, create_loss, required_heads_with
 from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective, TermSpec
 from coder_plugin.options import check_options
@@ -319,7 +322,8 @@ def say_random_weights(config: TrainConfig) -> None:
     if not has_random_weights(config) or config.run.resume or distributed.rank():
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
-        log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
+        tag = next((tag for tag in reversed(tags) if tag.startswith("laion2b_s")), tags[-1])  # those that our pages name
+        log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tag)
 
 
 def make_training_model(
@@ -506,6 +510,66 @@ def make_tags(model: Any, config: TrainConfig) -> Tags | None:
         reads = f'--loss "{config.loss.expression}" reads word classes'
         raise CoderError(f"{reads}, which needs a tagger (--tagger): {error}") from error
     return tags
+
+
+def steps_per_epoch(config: TrainConfig, name: str, samples: int) -> int:
+    """Optimizer steps of an epoch.
+
+    Args:
+        config: the run's options.
+        name: of the data, for messages.
+        samples: of an epoch, over all ranks.
+
+    Raises:
+        CoderError: a batch is larger than the data, or ``--accum-freq`` than the batches of an epoch.
+    """
+    batches, accum_freq = count_steps(name, samples, config.optim.batch_size, distributed.world_size()), config.optim.accum_freq
+    if accum_freq > batches:
+        raise CoderError(f"--accum-freq {accum_freq} is more than the {batches} batches of an epoch")
+    return batches // accum_freq
+
+
+def make_loss(config: TrainConfig, objective: Objective, model: Any) -> CoderLoss:
+    """The objective as a module, computed as ``--loss-impl``, ``--gather`` and ``--gather-dtype`` say."""
+    return create_loss(
+        objective,
+        model=model,
+        implementation=cast(Implementation, config.loss.loss_impl),
+        gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
+        gather=config.loss.gather,  # type: ignore[arg-type]
+    )
+
+
+def check_run(
+    config: TrainConfig, model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor], steps: int
+) -> list[str]:
+    """Check that a run can train this model with this loss, and freeze the parameters that no term reads. A run begins with
+    it, and ``coder-plugin doctor`` reports what it refuses.
+
+    Args:
+        config: the run's options.
+        model: with its heads; its parameters are frozen in place.
+        loss: called with the model's outputs.
+        tokenizer: list of texts -> tokens [B, T].
+        steps: optimizer steps of the run.
+
+    Returns:
+        The names of the parameters that are frozen because no term reads them.
+
+    Raises:
+        CoderError: batch, accumulation or length of the run do not fit the loss or a head, or nothing is left to train.
+    """
+    if config.evaluation.zeroshot is not None:
+        check_model(model)
+    check_pairs(config, loss)
+    check_accumulation(model, config)
+    pairs = config.optim.batch_size * config.optim.accum_freq * distributed.world_size()
+    model.coder.check(batch=pairs, samples=pairs * steps)
+    unread = freeze_unread(model, loss, tokenizer)
+    freeze_batch_norm(model, image=config.model.lock_image_freeze_bn_stats)  # of a model that was passed, too
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
+    return unread
 
 
 def check_pairs(config: TrainConfig, loss: CoderLoss) -> None:

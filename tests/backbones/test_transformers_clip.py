@@ -295,7 +295,7 @@ def test_only_safetensors_are_read(folder: str, tmp_path: Path) -> None:
 
 
 def test_a_repository_is_named_by_its_scheme(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(CoderError, match="openai/clip-vit-base-patch32 must be downloaded.*name the copy: --model"):
+    with pytest.raises(CoderError, match="-patch32 must be downloaded.*hf download openai/clip-vit-base-patch32 --.*: --model"):
         create_model("transformers:openai/clip-vit-base-patch32", loss="clip", cache_dir=str(tmp_path))
     copy = tmp_path / "models--owner--tiny"  # the layout of the hub's cache
     (copy / "refs").mkdir(parents=True)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from coder_plugin import create_model
 from coder_plugin.cli import main
-from coder_plugin.config import options_by_name
+from coder_plugin.config import get_option, options_by_name
 from coder_plugin.data import tables
 from coder_plugin.functional import dcl
 from coder_plugin.training import log
@@ -49,6 +49,14 @@ def test_help_of_a_command_that_does_not_train_speaks_of_no_training(capsys) -> 
     for command in ("embed", "index", "eval", "mine"):
         text = " ".join(shown(capsys, command, "--help").split())
         assert "--train-data" not in text and "pairs per rank" not in text and "--model NAME in place of RUN" in text
+        assert "coder-tiny" not in text  # no model is the default
+        text = " ".join(shown(capsys, command, "--help-all").split())
+        options = "batch_size", "workers", "max_regions", "max_bad_samples", "precision"
+        flags = [re.escape(get_option(name).flag) for name in options]
+        assert all(re.search(rf" {flag} (?:N|X|{{auto,[^}}]*}}) [^-\[]*\[the (?:run|model)'s, else ", text) for flag in flags)
+    text = " ".join(shown(capsys, "index", "add", "--help").split())
+    assert "--model NAME of an index that was made with --model: where" in text and "RUN" not in text
+    assert "coder-tiny" not in text and "--pretrained WEIGHTS the same" in text
 
 
 def test_usage_names_what_must_be_given(capsys) -> None:

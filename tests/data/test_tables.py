@@ -12,7 +12,7 @@ from PIL import Image
 
 from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source, reader_options
-from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.bad_samples import BadSample, describe, nothing_to_read
 from coder_plugin.data.decode import from_picture
 from coder_plugin.data.from_config import make_source, reading_options
 from coder_plugin.data.item import Item
@@ -128,6 +128,25 @@ def test_csv_faults(tmp_path, rows, header, words):
     spec = write_table(tmp_path, rows, header=header)
     message = fault(open_csv, spec)
     assert all(word in message for word in [spec, *words]), message
+
+
+@pytest.mark.parametrize("url", ["https://shop.example/img/0.jpg", "S3://bucket/0.jpg"])
+def test_urls_are_not_fetched_and_the_error_says_so(tmp_path, url):
+    table = write_table(tmp_path, [(url, "a shirt")])
+    (tmp_path / "captions.json").write_text(karpathy_of(url))
+    for data in (open_csv(table), open_csv(table, image_root=str(tmp_path)), open_karpathy(str(tmp_path / "captions.json"))):
+        ((_, item),) = pickle.loads(pickle.dumps(list(data.items())))  # as worker processes get it
+        with pytest.raises(BadSample, match="a URL, .*nothing is fetched. Download them first, .*img2dataset") as caught:
+            item.load()
+        bad = describe(item.key, caught.value)
+        assert bad[0] == "file" and bad[2].endswith("train on its shards")  # not shortened
+        assert "--image-root" not in str(nothing_to_read("table", [bad]))
+    ((_, item),) = open_csv(table, pictures=False).items()
+    assert item.captions == ("a shirt",)
+
+
+def karpathy_of(name: str) -> str:
+    return json.dumps({"images": [{"filename": name, "split": "train", "sentences": [{"raw": "a shirt"}]}]})
 
 
 def test_a_faulty_row_makes_its_image_a_bad_sample(tmp_path):

@@ -81,7 +81,8 @@ def write_vocabulary(path: Path, names: list[str], missing: tuple[str, ...] = ()
 
 
 def examine(*, samples: int = 256, whole: bool = False, **flags: Any) -> list[Finding]:
-    """What the doctor finds in data and recipe."""
+    """What the doctor finds in data and recipe, by default with batches that fit a small split."""
+    flags = {"batch_size": 2, **flags}
     return check_training(resolve([("flag", flags)]), flags, samples=samples, check_all=whole)
 
 

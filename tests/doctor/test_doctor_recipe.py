@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coder_plugin.cli import main
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import write_shard
 from tests.doctor import made
@@ -34,7 +37,7 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
         ({"loss": "nonsense"}, "recipe.refused", "nonsense"),
         ({"model": "ViT-B-23"}, "recipe.refused", "did you mean"),
         ({"loss": "coder"}, "recipe.refused", "coder-plugin concepts --train-data"),
-        ({"loss": "dcl + m_dcl", "set": ["momentum.bank_size=3"]}, "recipe.sizes", "bank_size 3 is smaller"),
+        ({"loss": "dcl + m_dcl", "set": ["momentum.bank_size=3"]}, "recipe.refused", "bank_size 3 is smaller"),
         ({"model": "RN50", "pretrained": "nowhere"}, "recipe.pretrained.unknown", "neither a file nor a tag"),
         ({"pretrained_image": True}, "recipe.pretrained_image", "not checked"),
     ],
@@ -42,6 +45,43 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
 def test_a_recipe_that_cannot(train: str, tiny_model: str, flags: dict[str, Any], name: str, text: str) -> None:
     found = amiss(examine(**{"train_data": train, "model": tiny_model, "loss": "clip", "batch_size": 4, **flags}))
     assert name in found and text in found[name].text, found
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--batch-size 64", "--batch-size 64 is larger than the data (12 samples)"),
+        ("--accum-freq 4", "--accum-freq 4 is more than the 3 batches of an epoch"),
+        ("--batch-size 1", "a step has one pair and therefore no negatives"),
+        ("--accum-freq 2 --loss 'ascl(similarity=fusion) + ascl'", "scores every pair of a batch inside the model"),
+        ("--loss 'dcl + m_dcl' --set momentum.bank_size=3", "bank_size 3 is smaller"),
+        ("--aug-cfg scales=1", "--aug-cfg: unknown option 'scales'"),
+        ("--tagger en_core_web_sm", "reads word classes"),
+        ("--negatives-file n.tsv", "--negatives-file without --hard-negatives N"),
+        ("--lock-image --lock-text --loss triplet", "nothing is left to train"),
+        ("--gather ring --loss-impl reference", "gather='ring' computes losses by tiles"),
+    ],
+)
+def test_what_training_refuses_is_a_problem(
+    train: str, tiny_model: str, flags: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "n.tsv").write_text("image\tnegatives\n")
+    options = ["--train-data", train, "--model", tiny_model, "--loss", "clip", "--batch-size", "4", *shlex.split(flags)]
+    assert main(["train", "--dry-run", *options]) == 2 and text in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    assert main(["doctor", "--json", "-", *options]) == 1
+    problems = [each["text"] for each in json.loads(capsys.readouterr().out) if each["level"] == "problem"]
+    assert len(problems) == 1 and text in problems[0], problems
+
+
+def test_a_batch_larger_than_the_data_is_a_problem_without_a_model(train: str, capsys: Any) -> None:
+    found = amiss(made.examine(train_data=train, batch_size=64))
+    assert found.keys() == {"train.refused"} and "(12 samples): use a smaller --batch-size" in found["train.refused"].text
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"reading train data: {train} …", "checking 12 images of train …"]
+    assert examine(train_data=train)[0].text == "an epoch has 6 steps of 2 pairs, in one process"
 
 
 def test_a_tag_is_not_downloaded(train: str, monkeypatch: pytest.MonkeyPatch) -> None:

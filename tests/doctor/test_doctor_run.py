@@ -204,7 +204,7 @@ def test_the_command(
     out = capsys.readouterr().out
     assert "installation\n  ok       Python" in out and "\nmachine\n" in out and "\ntrain\n" not in out
     train = made.write_split(copy, "train", 0, x=made.sample(7000, jpg=b"x"))
-    data = ["--train-data", train, "--max-bad-samples", "0"]
+    data = ["--train-data", train, "--batch-size", "4", "--max-bad-samples", "0"]
     before = sorted(path for path in tmp_path.rglob("*"))
     assert main(["doctor", *data]) == 1
     told = capsys.readouterr().out

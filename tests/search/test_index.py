@@ -207,6 +207,16 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         assert Index(tmp_path / "index").size("images") == 60
 
 
+@pytest.mark.parametrize("factory", ["Flt", "HNSW32,IDMap"])
+def test_a_factory_is_checked_before_the_model_is_opened(tmp_path: Path, factory: str) -> None:
+    job = EmbedJob(model=str(tmp_path / "no model"), data=str(tmp_path / "no data"), output=str(tmp_path / "i" / "embeddings"))
+    with pytest.raises(CoderError, match=f"{factory}.*take|knows no index factory {factory!r}; use Flat"):
+        build_index(tmp_path / "i", job, factory=factory)
+    assert not (tmp_path / "i").exists()
+    with pytest.raises(CoderError, match="no data: no such file"):  # whether PQ7 fits depends on the model
+        build_index(tmp_path / "i", job, factory="PQ7")
+
+
 def test_foreign_and_unfinished_folders(tmp_path: Path) -> None:
     embed(tmp_path / "e")
     (tmp_path / "notes").mkdir()

@@ -85,6 +85,15 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes
 
 
+@pytest.mark.parametrize("model, tag", [("ViT-B-32", "laion2b_s34b_b79k"), ("RN50", "cc12m"), ("coder-tiny", None)])
+def test_the_weights_that_are_suggested_are_those_of_the_pages(model, tag, caplog):
+    prepare.say_random_weights(TrainConfig().with_options(model=model))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ([] if tag is None else [
+        f"{model} starts from random weights; open_clip has trained ones, such as --pretrained {tag}"
+    ])
+
+
 @pytest.mark.parametrize("loss, batch_size, named", [("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)])
 def test_a_batch_of_one_pair_is_warned_of(loss, batch_size, named, caplog, tiny_model):
     model = create_model(tiny_model, loss=loss)

@@ -370,7 +370,7 @@ def test_the_plan_says_what_is_derived_and_what_the_paper_prints_otherwise(tmp_p
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert re.search(r"^derived .*momentum.bank_size=857", text, re.M)
-    assert re.search(r"^not as printed .*dcl.mask_same_image=true \(printed: false\)", text, re.M)
+    assert re.search(r"^not as in paper .*dcl.mask_same_image=true \(paper: false\)", text, re.M)
 
 
 @pytest.mark.parametrize("validated", [False, pytest.param(True, marks=pytest.mark.slow)])

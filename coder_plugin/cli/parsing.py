@@ -45,6 +45,7 @@ _ADVICE = {
     "--device": "a GPU is used where there is one; CUDA_VISIBLE_DEVICES=N chooses it, an empty CUDA_VISIBLE_DEVICES= the CPU",
 }
 
+
 class Help(argparse.HelpFormatter):
     """Help without the rare options, and with a usage line that names only what a command must be given."""
 

@@ -247,6 +247,7 @@ def test_two_processes_train_as_one(tmp_path, made, case):
         "train-num-samples": 48,
         "region-dropout": 0.3,
         "word-dropout": 0.0,
+        "log-every-n-steps": 1,
         "loss": [*loss, *(["--concepts", made["concepts"], "--set", "momentum.bank_size=32"] if case == "coder" else [])],
     }
     for name, processes in (("one", 1), ("two", 2)):

@@ -26,7 +26,7 @@ from coder_plugin.options import check_options, check_types, required_options
 
 #: What the field calls our losses, in lower case without "-", "_" and a final "loss".
 _IN_THE_FIELD = {
-    **dict.fromkeys(("infonce", "nce", "ntxent", "contrastive", "clipinfonce"), "'clip' (InfoNCE)"),
+    **dict.fromkeys(("infonce", "nce", "ntxent", "contrastive"), "'clip' (InfoNCE)"),
     "sigmoid": "'siglip'",
     "hinge": "'triplet'",
 }

@@ -206,16 +206,17 @@ def create_clip(
     trained = is_training_checkpoint(pretrained)
     weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None
     text_tower = {**config.get("text_cfg", {}), **options.get("text_cfg", {})}.get("hf_model_name")
-    downloads: dict[str, Any] = {  # what may have to be downloaded, and the flag that takes a file or folder instead
-        f"its weights {pretrained!r}": pretrained and not schema and not Path(pretrained).is_file() and "--pretrained FILE",
-        f"the repository {location!r}": schema == "hf-hub" and "--model local-dir:FOLDER",
-        "timm's weights of its image tower": options.get("pretrained_image") and "--pretrained-image-path FILE",
-        f"its text tower {text_tower!r}": text_tower and not Path(text_tower).is_dir() and "--model CONFIGURATION.json",
-    }
-    needed = {what: flag for what, flag in downloads.items() if flag}
     tag = {} if schema or pretrained is None else open_clip.get_pretrained_cfg(name, pretrained) or {}
-    sources = zip((tag.get("hf_hub"), location, None, text_tower), downloads.values(), strict=True)
-    repositories = ["/".join(source.split("/")[:2]) for source, flag in sources if source and flag]
+    fetches_weights = pretrained and not schema and not Path(pretrained).is_file()
+    fetches_text = text_tower and not Path(text_tower).is_dir()
+    downloads = [  # whether something must be downloaded, what, the flag that takes a copy instead, and its repository
+        (fetches_weights, f"its weights {pretrained!r}", "--pretrained FILE", tag.get("hf_hub")),
+        (schema == "hf-hub", f"the repository {location!r}", "--model local-dir:FOLDER", location),
+        (options.get("pretrained_image"), "timm's weights of its image tower", "--pretrained-image-path FILE", None),
+        (fetches_text, f"its text tower {text_tower!r}", "--model CONFIGURATION.json", text_tower),
+    ]
+    needed = {what: flag for is_needed, what, flag, _ in downloads if is_needed}
+    repositories = ["/".join(source.split("/")[:2]) for is_needed, _, _, source in downloads if is_needed and source]
     with loading(f"model {name!r} cannot be created", needed, repositories), without_weights_warning():
         create = create or open_clip.create_model
         model = create(name, None if schema or trained else pretrained, output_dict=True, **options)

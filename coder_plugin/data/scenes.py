@@ -132,7 +132,7 @@ def open_scenes(split: str = "train", *, count: int | None = None, size: int = 6
     return list(_items(split, count, size, seed))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # a data set is opened several times in a run's life
 def _items(split: str, count: int, size: int, seed: int) -> tuple[Item, ...]:
     scenes = enumerate(_first_scenes(split, count, seed))
     return tuple(Item(f"scenes/{split}/{index:06d}", captions(s), partial(draw, s, size)) for index, s in scenes)
@@ -178,7 +178,6 @@ def _pick(rng: Random, options: Sequence[_T]) -> _T:
     return options[int(rng.random() * len(options))]
 
 
-@lru_cache(maxsize=1 << 14)  # both default splits: a data set is opened several times in a run's life
 def captions(scene: Scene) -> tuple[str, ...]:
     """Five captions, from rich to poor: all things with their relations, all things as a list, two things, numbers of
     colours or shapes, and one thing (:data:`KINDS`)."""

@@ -43,7 +43,7 @@ def make_folder() -> None:
     val = open_scenes("val", count=16)
     coder_plugin.Trainer(model="coder-tiny", loss="dcl", train=scenes, val=val, config=config).run()
     coder_plugin.save_pretrained("logs/my-run", "my-model")
-    shutil.copytree("my-model", "scenes-model")
+    shutil.copytree("logs/my-run", "logs/scenes")
     Path("pictures").mkdir()
     for number, scene in enumerate(scenes):
         scene.load().save(f"pictures/{number}.png")

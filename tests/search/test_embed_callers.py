@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,10 +17,7 @@ from tests.documentation import ROOT, blocks
 from tests.search.test_embed import content, write_shards
 
 
-def shown(library: str) -> str:
-    """The block of the page that uses a library, for a machine without a GPU."""
-    [text] = [block.text for block in blocks(ROOT / "docs" / "embed.md", "python") if library in block.text]
-    return text.replace("num_gpus=1, concurrency=4", "num_cpus=1")
+PAGE = ROOT / "docs" / "embed.md"
 
 
 @pytest.fixture
@@ -46,7 +44,8 @@ def test_ray(job: EmbedJob) -> None:
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     try:
-        exec(shown("import ray"), {"job": job})
+        [text] = [block.text for block in blocks(PAGE, "python") if "import ray" in block.text]
+        exec(text.replace("num_gpus=1, concurrency=4", "num_cpus=1"), {"job": job})  # for a machine without a GPU
     finally:
         ray.shutdown()
     check(job)
@@ -60,7 +59,8 @@ def test_spark(job: EmbedJob) -> None:
     os.environ.pop("SPARK_REMOTE", None)
     session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     try:
-        exec(shown("pyspark"), {"job": job})
+        [text] = re.findall(r"`(context\.parallelize\(.+?)`", PAGE.read_text(encoding="utf-8"))
+        exec(text, {"job": job, "context": session.sparkContext})
     finally:
         session.stop()
     check(job)

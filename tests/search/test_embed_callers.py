@@ -16,7 +16,6 @@ from coder_plugin.search.embed import EmbedJob, embedded
 from tests.documentation import ROOT, blocks
 from tests.search.test_embed import content, write_shards
 
-
 PAGE = ROOT / "docs" / "embed.md"
 
 

@@ -60,13 +60,13 @@ def test_python_blocks_name_what_exists(page: Path) -> None:
             assert hasattr(importlib.import_module("coder_plugin"), node.attr), f"coder_plugin has no {node.attr}"
 
 
-#: A path in code quotes, such as `losses/dcl.py`, in the page that maps the repository.
+#: A path in code quotes, such as `losses/dcl.py`, in the pages that map the repository.
 PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.(?:py|toml))?)`")
 
 
 def test_paths_in_the_map_exist() -> None:
-    paths = PATH.findall((ROOT / "docs" / "architecture.md").read_text())
-    assert len(paths) > 25
+    paths = [path for page in ("architecture", "equations") for path in PATH.findall((ROOT / f"docs/{page}.md").read_text())]
+    assert len(paths) > 40
     missing = [path for path in paths if not any((home / path).exists() for home in (ROOT, ROOT / "coder_plugin"))]
     assert missing == []
 

@@ -117,9 +117,9 @@ def _parts(index: Any) -> Iterator[Any]:
 
 def build(
     path: Path, factory: str, dimensions: int, count: int, batches: Callable[[], Iterable[np.ndarray]]
-) -> None:
-    """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``; for other kinds what the index itself takes,
-    and the vectors that it is trained on, 64 for each list.
+) -> int:
+    """Write an index of ``count`` vectors, and return how many there were. Memory: a batch of them for ``Flat``; for other
+    kinds what the index itself takes, and the vectors that it is trained on, 64 for each list.
 
     Args:
         path: the file.
@@ -137,7 +137,7 @@ def build(
             file.write(_FLAT.pack(b"IxFI", dimensions, count, 1 << 20, 1 << 20, 1, 0, count * dimensions))
             for batch in batches():
                 np.ascontiguousarray(batch, dtype="<f4").tofile(file)
-        return
+            return (file.tell() - _FLAT.size) // (4 * dimensions)
     try:
         if not index.is_trained:
             inverted = faiss.try_extract_index_ivf(index)
@@ -146,6 +146,7 @@ def build(
         for batch in batches():
             index.add(np.ascontiguousarray(batch))
         faiss.write_index(index, str(path))
+        return index.ntotal
     except RuntimeError as error:
         raise CoderError(
             f"FAISS cannot build --factory {factory} of {count:,} vectors: {short(error)}; with fewer lists, HNSW32 or Flat "

@@ -138,6 +138,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     flags = ["--data", str(tmp_path / "new"), "--workers", "0"]
     assert main(["index", "add", index, *flags]) == 2
     assert "has 1 of these images already (the first: '000.png'): --replace" in capsys.readouterr().err
+    assert not (tmp_path / "index" / "adding").exists()  # nothing was encoded for it
     assert main(["index", "add", index, *flags, "--replace"]) == 0
     assert "8 images and 0 captions added; 1 of the same keys were removed" in capsys.readouterr().out
     assert not (tmp_path / "index" / "adding").exists() and len(Index(index).table) == 13

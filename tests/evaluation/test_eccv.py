@@ -153,6 +153,7 @@ def test_other_data(benchmark: coco.Benchmark) -> None:
         (items[:1000], "5,000 images, and the data have 1,000"),
         ([*items[1:], items[1]], "have 4,999"),
         ([*items[1:], Item("17", ("a",), lambda: None, ("x",))], "have 4,999 of them, and '17' is none"),
+        ([*items, Item("17", ("a",), lambda: None, ("x",))], "have 5,000 of them, and '17' is none, in 5,001 images"),
         ([named(items[0], *five[:4], None), *items[1:]], "1 of 25000 captions have no number"),
         ([named(items[0], *five[:4], "38"), *items[1:]], "captions belong to other images .* such as 38"),
         ([named(items[0], *five[:4], "99999999"), *items[1:]], "25,000 captions, and the data have 24,999"),

@@ -44,8 +44,9 @@ def render(template: str, **values: Any) -> str:
         jinja2.UndefinedError: the template reads a variable that is not in ``values``.
 
     Example:
-        >>> page = render("search.html", name="<pets>", sizes="2 images", model="CLIP", recipe=None, queries=[])
-        >>> "Search of &lt;pets&gt;" in page
+        >>> values = {"title": "<pets>", "subtitle": "", "written": "", "version": ""}
+        >>> page = render("report.html", tiles=(), problems=(), sections=(), **values)
+        >>> "<h1>&lt;pets&gt;</h1>" in page
         True
     """
     return _environment().get_template(template).render(**values)

@@ -174,7 +174,7 @@ def _check_same_data(index: Any, arguments: Command, options: Mapping[str, Any])
 def _write_page(path: Path, index: Any, mining: MiningOptions) -> None:
     """A page of images at equal distances in the index."""
     from coder_plugin.files import atomic_write
-    from coder_plugin.search.miner import Miner
+    from coder_plugin.search.mine import Miner
     from coder_plugin.search.page import negatives_page
 
     images = index.note["images"]

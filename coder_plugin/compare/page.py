@@ -118,7 +118,8 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
     """Queries that the best row and the best peer rank most differently, with what both find."""
     from coder_plugin.data.from_config import pictures_under_regions
     from coder_plugin.evaluation.evaluate import shortlist_length
-    from coder_plugin.report import beside
+    from coder_plugin.report import compare as side_by_side
+    from coder_plugin.report.sections import Evaluated
 
     rows, best = result["rows"], best_other(result)
     if best is None:
@@ -134,8 +135,8 @@ def _queries(result: Mapping[str, Any], plan: Plan) -> list[Block]:
         found: dict[str, Any] = {way: torch.tensor(measured[way]) for way in ("i2t_ranks", "t2i_ranks")}
         pictures = pictures_under_regions(measure.data_config(plan.val_data, options), "val")
         found["depth"] = shortlist_length(rerank, encoder)
-        opened.append(beside.Opened(name, encoder(source), source, pictures, found))
-    return [note("With seed 0."), *beside.queries(opened, _QUERIES)]
+        opened.append(Evaluated(name, encoder(source), source, pictures, found))
+    return [note("With seed 0."), *side_by_side.queries(opened, _QUERIES)]
 
 
 def _settings(rows: Mapping[str, Mapping[str, Any]]) -> list[Block]:

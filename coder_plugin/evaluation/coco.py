@@ -94,11 +94,11 @@ def _image_numbers(names: Sequence[_Names], benchmark: Benchmark) -> list[int]:
     if not numbers:
         example = f", such as {names[0].key!r}" if names else ""
         raise CoderError(f"{split}, and none of the {len(names)} images{example} has one of its ids: {_HINT}")
-    others = [each.key for number, each in zip(best, names, strict=True) if number not in images]
-    if others:
-        raise CoderError(f"{split}; {len(others)} of {len(names)} images are not in it, such as {others[0]!r}: {_HINT}")
-    if len(numbers) != len(images) or len(set(numbers)) != len(images):
-        raise CoderError(f"{split} of {len(images):,} images, and the data have {len(set(numbers)):,} of them: {_HINT}")
+    absent = len(images) - len(set(numbers))
+    if absent or len(numbers) != len(best) or len(numbers) != len(images):
+        other = next((each.key for number, each in zip(best, names, strict=True) if number not in images), None)
+        found = f"the data have {len(set(numbers)):,} of them" + (f", and {other!r} is none" if other is not None else "")
+        raise CoderError(f"{split} of {len(images):,} images, and {found}, in {len(names):,} images: {_HINT}")
     return numbers  # type: ignore[return-value]
 
 
@@ -151,11 +151,9 @@ def _captions_by_order(images: Sequence[int], counts: Sequence[int], benchmark: 
 def _check(images: Sequence[int], captions: Sequence[Sequence[int | None]], benchmark: Benchmark) -> None:
     """Every caption of the benchmark once, with its image."""
     owners = benchmark.image_of
-    pairs = [(each, image) for image, numbers in zip(images, captions, strict=True) for each in numbers if each is not None]
-    wrong = [number for number, image in pairs if number in owners and owners[number] != image]
-    if wrong:
+    pairs = [(each, image) for image, numbers in zip(images, captions, strict=True) for each in numbers if each in owners]
+    if wrong := [number for number, image in pairs if owners[number] != image]:  # type: ignore[index]
         raise CoderError(f"{len(wrong)} captions belong to other images by COCO's numbers, such as {wrong[0]}: {_HINT}")
-    present = [number for number, _ in pairs if number in owners]
-    if len(set(present)) != len(owners) or len(present) != len(set(present)):
-        counts = f"{len(owners):,} captions, and the data have {len(set(present)):,} of them"
-        raise CoderError(f"{benchmark.name} needs {counts} by COCO's numbers, in {len(present):,} captions: {_HINT}")
+    if not len(pairs) == len({number for number, _ in pairs}) == len(owners):
+        counts = f"{len(owners):,} captions, and the data have {len({number for number, _ in pairs}):,} of them"
+        raise CoderError(f"{benchmark.name} needs {counts} by COCO's numbers, in {len(pairs):,} captions: {_HINT}")

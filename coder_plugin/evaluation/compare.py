@@ -89,10 +89,8 @@ class _Setting:
 
     options: Mapping[str, Any]
     measures: Measures
-    export: str | None
     split: str
-    return_intermediates: Collection[str]
-    reranker: str | None
+    opening: Mapping[str, Any]  # further arguments of ``open_pretrained``
 
     def data(self, spec: str | None) -> tuple[Any, DataConfig]:
         """The data set to evaluate on, and how it is read.
@@ -109,16 +107,7 @@ class _Setting:
         return source, config
 
     def open(self, spec: str | None, source: Any) -> PretrainedModel:
-        name = None if spec is None else str(spec)
-        return open_pretrained(
-            spec,
-            self.options,
-            export=self.export,
-            name=name,
-            source=source,
-            return_intermediates=self.return_intermediates,
-            reranker=self.reranker,
-        )
+        return open_pretrained(spec, self.options, name=None if spec is None else str(spec), source=source, **self.opening)
 
 
 def evaluate_models(
@@ -158,7 +147,8 @@ def evaluate_models(
     """
     specs = list(dict.fromkeys(specs)) or [None]
     measures.check(len(specs))
-    setting = _Setting(options, measures, export, split, return_intermediates, reranker)
+    opening = {"export": export, "return_intermediates": return_intermediates, "reranker": reranker}
+    setting = _Setting(options, measures, split, opening)
     rows: Iterable[_Row]
     if measures.fine_tuning is not None:
         rows = _fine_tuning_rows(setting, specs[0], measures.fine_tuning)
@@ -252,7 +242,8 @@ def _fine_tuning_rows(setting: _Setting, spec: str | None, tuning: wise_ft.FineT
         accuracy = None if benchmarks.classes is None else zero_shot(encoder, benchmarks.classes)
         return _Row(name, encoder(source), shortlist_length(rerank, encoder), truths, accuracy)
 
-    before = wise_ft.open_base(spec, setting.options, source, tuning, export=setting.export, reranker=setting.reranker)
+    named = {name: setting.opening[name] for name in ("export", "reranker")}
+    before = wise_ft.open_base(spec, setting.options, source, tuning, **named)
     weights, base_name = None, ""
     if before is not None:
         base_name = before.name.removeprefix("before: ")
@@ -264,12 +255,12 @@ def _fine_tuning_rows(setting: _Setting, spec: str | None, tuning: wise_ft.FineT
     if weights is None:
         yield row(model.name, encoder, model.rerank)
         return
-    interpolation = wise_ft.Interpolation(encoder.model, weights)
+    tuned = wise_ft.plain_weights(encoder.model)
     for alpha in tuning.alphas:
-        interpolation.set_alpha(alpha)
+        wise_ft.interpolate(encoder.model, weights, tuned, alpha)
         if tuning.save is not None and alpha == tuning.save[0] and distributed.rank() == 0:
             wise_ft.save(model, tuning.save[1], alpha=alpha, tuned=model.name, base=base_name)
         yield row(f"{model.name}, wise-ft {alpha:g}", encoder, model.rerank)
     if 1.0 not in tuning.alphas:
-        interpolation.set_alpha(1.0)
+        wise_ft.interpolate(encoder.model, weights, tuned, 1.0)
         yield row(model.name, encoder, model.rerank)

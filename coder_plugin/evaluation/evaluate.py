@@ -13,7 +13,8 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import over_folds
 from coder_plugin.evaluation.multi_positive import Scores
-from coder_plugin.evaluation.rerank import MatrixScores, MeanScore, Products, Scorer, rerank
+from coder_plugin.evaluation.rerank import MeanScore, rerank
+from coder_plugin.heads.capabilities import PairScorer
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.resolver import resolve
@@ -142,7 +143,7 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
             reranked = {**Scores(encoded.images, encoded.texts, matrix).recall(owner, folds=folds), "scores": matrix}
         else:
             if depth * (len(owner) + len(encoded.image_ids)) >= len(owner) * len(encoded.image_ids):
-                score = MatrixScores(score.all_pairs())  # cheaper than as many pairs one by one
+                score = Scores(encoded.images, encoded.texts, score.all_pairs())  # cheaper than as many pairs one by one
             reranked = _rerank_first(encoded, score, folds, depth)
     return {**reranked, **sizes, "rerank": "all" if depth is None else depth, "shortlist": result}
 
@@ -175,17 +176,17 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _scorer(encoded: Encoded) -> Scorer:
+def _scorer(encoded: Encoded) -> PairScorer:
     """The score that re-ranks: the mean over the models; a model without a fusion score contributes its inner products."""
     models = [_as_list(value) for value in (encoded.images, encoded.texts, encoded.items)]
-    scorers: list[Scorer] = [
-        Products(images, texts) if items is None else items.head.scorer(items.images, items.texts)
+    scorers: list[PairScorer] = [
+        Scores(images, texts) if items is None else items.head.scorer(items.images, items.texts)
         for images, texts, items in zip(*models, strict=True)
     ]
     return scorers[0] if len(scorers) == 1 else MeanScore(scorers)
 
 
-def _rerank_first(encoded: Encoded, score: Scorer, folds: int, k: int) -> dict[str, Any]:
+def _rerank_first(encoded: Encoded, score: PairScorer, folds: int, k: int) -> dict[str, Any]:
     """Each query's k best candidates by embedding, re-ranked by ``score``; each fold has its own shortlists."""
     images, texts = _as_list(encoded.images), _as_list(encoded.texts)
     result = rerank(images, texts, encoded.image_of_text, score, k=k)

@@ -14,6 +14,7 @@ comes first, a wrong candidate's NaN is read as +inf and a right one's as -inf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ Way = Literal["i2t", "t2i", "i2i", "t2t"]
 
 
 class Scores:
-    """The scores that rank images and texts: inner products of embeddings, or a matrix.
+    """The scores that rank images and texts: inner products of embeddings, or a matrix. Also a
+    :class:`~coder_plugin.heads.capabilities.PairScorer`.
 
     Args:
         images: [N, D], or [N, V, D] for V views, of which the best counts. A sequence holds those of several models, whose
@@ -50,6 +52,10 @@ class Scores:
     ) -> None:
         self._images, self._texts = ([side] if isinstance(side, Tensor) else list(side) for side in (images, texts))
         self._matrix = matrix
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return comparable(list(zip(self._images, self._texts, strict=True)))
 
     def rows(self, way: Way, *, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """:data:`Rows` of one direction. A tile may be written to, and is overwritten by the next.
@@ -65,6 +71,20 @@ class Scores:
             return
         sides = {"i": self._images, "t": self._texts}
         yield from products(comparable(list(zip(sides[way[0]], sides[way[-1]], strict=True))), chunk)
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        """Scores [G, a, b] of images [G, a] and texts [G, b], by their indices, int64."""
+        if self._matrix is not None:
+            return self._matrix[image_index[:, :, None], text_index[:, None]]
+        total: Any = 0
+        for images, texts in self._pairs:
+            views = images if images.ndim == 3 else images[:, None]
+            total = total + torch.einsum("gavd,gbd->gavb", views[image_index], texts[text_index]).amax(2)
+        return total / len(self._images)
+
+    def all_pairs(self) -> Tensor:
+        """The scores of all pairs [N, T]."""
+        return torch.cat([tile.clone() for _, tile in self.rows("i2t")]) if self._matrix is None else self._matrix
 
     def recall(self, image_of_text: Tensor, *, folds: int = 0) -> dict[str, Any]:
         """What :func:`~coder_plugin.evaluation.recall` returns; with ``folds`` their mean under ``folds``."""

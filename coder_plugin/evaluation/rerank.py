@@ -11,7 +11,7 @@ behind these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,57 +27,16 @@ from coder_plugin.evaluation.metrics import (
     score_dtype,
     summary,
 )
+from coder_plugin.heads.capabilities import PairScorer
 
 _PAIRS = 1024  # pairs scored at once; with 32 tokens of 1,024 float32 channels they take 128 MiB per side
 
 
-class Scorer(Protocol):
-    """Computes the scores of pairs when they are needed."""
-
-    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        """Indices of images [G, a] and captions [G, b], int64 -> scores [G, a, b]; higher is more similar."""
-
-    def all_pairs(self) -> Tensor:
-        """The scores of all pairs [N, T]."""
-
-
-class Products:
-    """Inner products of embeddings as a :class:`Scorer`; of an image with several embeddings the greatest.
-
-    Args:
-        images: [N, D] or [N, V, D].
-        texts: [T, D].
-    """
-
-    def __init__(self, images: Tensor, texts: Tensor) -> None:
-        self.pairs = comparable([(images, texts)])
-
-    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        [(images, texts)] = self.pairs
-        views = images if images.ndim == 3 else images[:, None]
-        return torch.einsum("gavd,gbd->gavb", views[image_index], texts[text_index]).amax(2)
-
-    def all_pairs(self) -> Tensor:
-        return torch.cat([tile.clone() for _, tile in products(self.pairs, None)])
-
-
-class MatrixScores:
-    """Scores [N, T] that have been computed, as a :class:`Scorer`."""
-
-    def __init__(self, scores: Tensor) -> None:
-        self.scores = scores
-
-    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        return self.scores[image_index[:, :, None], text_index[:, None]]
-
-    def all_pairs(self) -> Tensor:
-        return self.scores
-
-
 class MeanScore:
-    """The mean of several models' scores, that of an ensemble, as a :class:`Scorer`."""
+    """The mean of several models' scores, that of an ensemble, as a
+    :class:`~coder_plugin.heads.capabilities.PairScorer`."""
 
-    def __init__(self, scorers: Iterable[Scorer]) -> None:
+    def __init__(self, scorers: Iterable[PairScorer]) -> None:
         self.scorers = list(scorers)
 
     def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
@@ -129,8 +88,9 @@ def rerank(
         CoderError: k or chunk below 1; shapes that do not fit; scores of another shape.
 
     Example:
+        >>> from coder_plugin.evaluation import Scores
         >>> embeddings = torch.eye(2)  # two images and their captions
-        >>> figures = rerank(embeddings, embeddings, [0, 1], Products(embeddings, embeddings), k=1)
+        >>> figures = rerank(embeddings, embeddings, [0, 1], Scores(embeddings, embeddings), k=1)
         >>> figures["i2t_r1"], figures["t2i_r1"]
         (100.0, 100.0)
     """

@@ -146,40 +146,33 @@ def plain_weights(model: Any) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in plain_state(model).items()}
 
 
-class Interpolation:
-    """A fine-tuned model whose towers are set between the weights before and after fine-tuning.
+def interpolate(model: Any, base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], alpha: float) -> None:
+    """Set a fine-tuned model's towers to ``(1 - alpha) * base + alpha * tuned``, exactly these at 0 and 1.
 
     All parameters and floating-point buffers of the plain CLIP are interpolated, also the logarithm of the temperature. Integer
-    buffers, the scoring heads, and SigLIP's bias where only one of the two has one, stay the fine-tuned ones. Memory holds the
-    model and both sets of weights.
+    buffers, the scoring heads, and SigLIP's bias where only one of the two has one, stay the fine-tuned ones.
 
     Args:
         model: the fine-tuned open_clip model, with its heads.
-        base: the other weights, with the same names and shapes.
+        base: the weights before, of :func:`plain_weights`.
+        tuned: the weights after.
+        alpha: from 0 to 1.
 
     Raises:
-        CoderError: another architecture.
+        CoderError: the two are of different architectures.
     """
-
-    def __init__(self, model: Any, base: Mapping[str, Tensor]) -> None:
-        tuned = plain_weights(model)
-        different = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
-        different += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
-        if different:
-            raise CoderError(
-                f"--wise-ft: the model before fine-tuning has another architecture: {len(different)} weights differ in name "
-                f"or shape, such as {different[0]}"
-            )
-        self.model, self.base = model, base
-        self.tuned = {name: value for name, value in tuned.items() if name in base and value.is_floating_point()}
-
-    @torch.no_grad()
-    def set_alpha(self, alpha: float) -> None:
-        """Set the towers to ``(1 - alpha) * base + alpha * fine-tuned``, exactly these at 0 and 1."""
-        live = plain_state(self.model)
-        for name, tuned in self.tuned.items():
-            # in float32 whatever the model's dtype, so that both ends are exact
-            live[name].copy_(torch.lerp(self.base[name].float(), tuned.float(), alpha))
+    different = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
+    different += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
+    if different:
+        raise CoderError(
+            f"--wise-ft: the model before fine-tuning has another architecture: {len(different)} weights differ in name "
+            f"or shape, such as {different[0]}"
+        )
+    live = plain_state(model)
+    with torch.no_grad():
+        for name in tuned.keys() & base.keys():
+            if tuned[name].is_floating_point():  # in float32 whatever the model's dtype, so that both ends are exact
+                live[name].copy_(torch.lerp(base[name].float(), tuned[name].float(), alpha))
 
 
 def save(pretrained: PretrainedModel, folder: Path, **origin: Any) -> None:

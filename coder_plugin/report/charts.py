@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from coder_plugin.errors import CoderError
 from coder_plugin.html import Html
 
 _SIZE = (4.7, 2.6)  # inches; the page scales a chart to the width of its column
@@ -45,12 +44,11 @@ def colour(number: int) -> str:
     return f"#0101{number % 8:02d}"
 
 
-def new_figure(width: float, height: float, layout: Any = "constrained") -> Any:
-    """An empty matplotlib figure; sizes in inches. pyplot, with its global state, is not used.
-    """
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure; sizes in inches. pyplot, with its global state, is not used."""
     from matplotlib.figure import Figure as Canvas
 
-    return Canvas(figsize=(width, height), layout=layout)
+    return Canvas(figsize=(width, height), layout="constrained")
 
 
 @contextmanager
@@ -79,36 +77,16 @@ def lines(series: Sequence[Series], *, zero: bool = False, x_label: str = "step"
     return result[0]
 
 
-def histogram(groups: Mapping[str, Sequence[float]], *, x_label: str, integers: bool = False) -> Html:
-    """Histograms with equal bins over the range of all groups. Values that are not finite are left out.
-
-    Args:
-        groups: one or more values by the group's name.
-        integers: each bin covers the same number of integers.
-
-    Raises:
-        CoderError: no value is finite.
-    """
-    values = np.concatenate([_finite(each) for each in groups.values()])
-    values = values[np.isfinite(values)]
-    if not len(values):
-        raise CoderError(f"{x_label}: none of the numbers is finite")
-    low, high = values.min(), values.max()
-    if integers:
-        width = math.ceil((high - low + 1) / 31)
-        edges = np.arange(low, high + width + 1, width) - 0.5
-    else:
-        margin = max(0.0, 0.01 - (high - low) / 2)  # rounding errors do not look like a spread
-        edges = np.linspace(low - margin, high + margin, 32)
+def histogram(values: Sequence[float], *, x_label: str) -> Html:
+    """A histogram of whole numbers, one or more; each bin covers equally many of them."""
+    low, high = min(values), max(values)
+    width = math.ceil((high - low + 1) / 31)
+    edges = np.arange(low, high + width + 1, width) - 0.5
     with _axes(x_label) as (axes, result):
-        for number, (name, each) in enumerate(groups.items()):
-            counts, _ = np.histogram(_finite(each), edges)
-            axes.stairs(counts, edges, fill=True, alpha=0.55, color=colour(number), label=_label(name))
+        axes.stairs(np.histogram(values, edges)[0], edges, fill=True, alpha=0.55, color=colour(0))
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="y", integer=True)
-        axes.locator_params(axis="x", integer=integers, min_n_ticks=1 if integers else 2)
-        if len(groups) > 1:
-            _legend(axes)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     return result[0]
 
 
@@ -142,18 +120,16 @@ def intervals(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
         axes.axvline(line, color=_QUIET, lw=1, ls="--")
         axes.set_yticks(range(len(rows)), [_label(name) for name, _, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        box = axes.get_position()
-        axes.set_position((0.3, box.y0, 0.67, box.height))
     return result[0]
 
 
 @contextmanager
 def _axes(x_label: str, size: tuple[float, float] = _SIZE) -> Any:
-    """Axes to draw into, and a list that holds the SVG afterwards. Fixed margins: a constrained layout takes twice the time."""
-    figure = new_figure(*size, layout=None)
+    """Axes to draw into, and a list that holds the SVG afterwards."""
+    figure = new_figure(*size)
     result: list[Html] = []
     with plain_text():
-        axes = figure.add_axes((0.13, 0.46 / size[1], 0.85, 1 - 0.66 / size[1]))
+        axes = figure.subplots()
         yield axes, result
         axes.set_xlabel(x_label, color=_QUIET, fontsize=9)
         axes.tick_params(colors=_QUIET, labelsize=9)
@@ -173,15 +149,8 @@ def _axes(x_label: str, size: tuple[float, float] = _SIZE) -> Any:
 
 
 def _legend(axes: Any) -> None:
-    """Below the axes, which give it room."""
-    height = 0.2 / axes.figure.get_figheight()
-    rows = math.ceil(len(axes.get_legend_handles_labels()[1]) / 3)
-    box = axes.get_position()
-    axes.set_position((box.x0, box.y0 + rows * height, box.width, max(box.height - rows * height, 0.3)))
     size = 8 * axes.figure.get_figwidth() / _SIZE[0]  # the page shows all charts in columns of about one width
-    legend = axes.figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=size, handlelength=1.6, borderaxespad=0)
-    for text in legend.get_texts():
-        text.set_color(_QUIET)
+    axes.figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=size, handlelength=1.6, labelcolor=_QUIET)
 
 
 def _label(name: str) -> str:

@@ -1,7 +1,8 @@
 """Several runs on one page: one table of recall, length, time, and the options that differ, and curves over each other.
 
-Only the runs' own files are read, no model and no data, unless it is asked for what the models find. What a run lacks is
-named, and the rest is shown.
+Only the runs' own files are read, no model and no data, unless it is asked for what the models find: the same queries, and maps
+of all embeddings, side by side. CODER compares its base and the whole model so, by t-SNE (supplement, figure 3) and by queries
+(figure 4), and SelfAlign by queries (figures 6 and 7). What a run lacks is named, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coder_plugin.errors import CoderError
+from coder_plugin.report import sections
 from coder_plugin.report.charts import Figure, Series, lines
 from coder_plugin.report.curves import METRICS, active_curve
+from coder_plugin.report.examples import WAYS, example_blocks, finder, of_different_images
 from coder_plugin.report.facts import STORAGE, describe, text_of
 from coder_plugin.report.page import (
     RECALL,
@@ -24,10 +27,16 @@ from coder_plugin.report.page import (
     attempt,
     figures,
     note,
+    recall_cells,
     table,
     write_page,
 )
+from coder_plugin.report.run import open_run
+from coder_plugin.report.sections import Evaluated
 from coder_plugin.training.run_folder import RunFolder, metric_names
+
+#: Images of a map, with all their captions: those of CODER's.
+_IMAGES = 1000
 
 
 class Run(NamedTuple):
@@ -84,28 +93,22 @@ def compare_runs(
         Section("curves", "Curves", attempt(_curves, runs)),
     ]
     if images is not None:
-        from coder_plugin.report import beside
-
         if images < 1:
             raise CoderError(f"--images is {images}; it must be 1 or more")
         named = {f"{run.number} {run.name}": run.folder for run in runs}
-        opened = beside.open_runs(named, options or {}, export=export, split=split)
+        opened = open_runs(named, options or {}, export=export, split=split)
         shown += [
-            Section("recall", "Recall, measured again", attempt(beside.recall, opened)),
-            Section("examples", "Queries side by side", attempt(beside.queries, opened, images)),
-            Section("map", "Images and all captions", attempt(beside.maps, opened)),
+            Section("recall", "Recall, measured again", attempt(recall, opened)),
+            Section("examples", "Queries side by side", attempt(queries, opened, images)),
+            Section("map", "Images and all captions", attempt(maps, opened)),
         ]
     return write_page(path, f"{len(runs)} training runs compared", shown, problems=problems)
 
 
 def _names(places: Sequence[str]) -> list[str]:
-    """The last parts of paths, as many as it takes for all of them to differ."""
-    parts = [Path(place).parts for place in places]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-count:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(places)
+    """The paths from the folder that holds all of them."""
+    above = os.path.commonpath([os.path.dirname(place) for place in places])
+    return [os.path.relpath(place, above) for place in places]
 
 
 def _table(runs: Sequence[Run], export: str) -> list[Block]:
@@ -202,3 +205,69 @@ def _overlaid(runs: Sequence[Run], keys: Sequence[str], *, evaluations: bool = F
         if series:
             made.append(Figure("R@sum" if evaluations else METRICS.get(key, key), lines(series)))
     return made
+
+
+# -- what the models find ------------------------------------------------------------------------------------------------
+
+
+def open_runs(runs: Mapping[str, RunFolder], options: Mapping[str, Any], *, export: str | None, split: str) -> list[Evaluated]:
+    """Encode the data with each run's model, one model at a time.
+
+    Args:
+        runs: by their names on the page.
+        options: of model and data, by flag name; they replace the runs' own.
+        export: "best" or "last"; None: best, or last if there is no best. split: of the data.
+
+    Raises:
+        CoderError: a model or its data cannot be opened, or the runs read different images or captions.
+    """
+    opened: list[Evaluated] = []
+    for name, run in runs.items():
+        model = open_run(run, options, export=export, split=split)
+        sections.measure(model, run)
+        opened.append(model._replace(name=name, encoder=None))
+        first, last = opened[0].encoded, opened[-1].encoded
+        if (first.captions, first.image_of_text.tolist()) != (last.captions, last.image_of_text.tolist()):
+            raise CoderError(f"{opened[0].name} and {name} read different data: name one for both with --val-data")
+    return opened
+
+
+def recall(opened: Sequence[Evaluated]) -> list[Block]:
+    """Recall of all runs' models on the data that were read for the page."""
+    rows = [(each.name, recall_cells(each.result)) for each in opened]
+    return [note(f"Measured for this page, on {opened[0].source.name}."), table(["Run", *RECALL.values()], rows)]
+
+
+def queries(opened: Sequence[Evaluated], count: int) -> list[Block]:
+    """The queries whose rank differs most between the first run and the last, with what each run finds.
+
+    Ranks are compared by their ratio: from 4 to 1 is as much as from 400 to 100. Of an image's captions only one is shown.
+
+    Args:
+        count: most queries of each kind.
+    """
+    first, last = opened[0], opened[-1]
+    titled: dict[str, list[Any]] = {}
+    for way, title in WAYS.items():
+        before, after = (each.result[f"{way}_ranks"].double() + 1 for each in (first, last))
+        gains = (before / after).log2()
+        images = range(len(gains)) if way == "i2t" else first.encoded.image_of_text.tolist()
+        find = [finder(each.encoded, way, each.result["depth"]) for each in opened]
+        for which, sign in (("better", 1), ("worse", -1)):
+            order = (-sign * gains).argsort(stable=True)
+            chosen = of_different_images(order[sign * gains[order] > 0].tolist(), images.__getitem__, count)
+            titled[f"{title}, {which} in {last.name} than in {first.name}"] = [
+                (way, of_run(query), f", {each.name}")
+                for query in chosen
+                for each, of_run in zip(opened, find, strict=True)
+            ]
+    shown = example_blocks(first.encoded, first.source, first.pictures, titled)
+    if not shown:
+        raise CoderError(f"every query has the same rank in {first.name} and in {last.name}")
+    return [note("The queries whose rank changes most. A frame and ✓ mark a match; the number is the score."), *shown]
+
+
+def maps(opened: Sequence[Evaluated]) -> list[Block]:
+    """A t-SNE of each run: images spread evenly over the data, and all their captions."""
+    made = [sections.map_figure(each.encoded, each.name, images=_IMAGES, all_captions=True) for each in opened]
+    return figures(made, wide=True)

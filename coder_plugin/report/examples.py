@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coder_plugin.data.item import Item
 from coder_plugin.evaluation.metrics import best_candidates
-from coder_plugin.evaluation.rerank import Products
+from coder_plugin.evaluation.multi_positive import Scores
 from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.page import Block, heading
@@ -104,13 +104,16 @@ def example_blocks(
     return [made for title, side in titled.items() if side for made in (heading(title), *(block(*each) for each in side))]
 
 
-def of_different_images(queries: Iterable[int], image_of: Callable[[int], int], count: int) -> list[int]:
-    """The first ``count`` queries, of each image the first one alone."""
+def of_different_images(
+    queries: Iterable[int], image_of: Callable[[int], int], count: int, *, without: Collection[int] = ()
+) -> list[int]:
+    """The first ``count`` queries, of each image the first one alone; none of the images ``without``."""
     chosen: dict[int, int] = {}
     for query in queries:
         if len(chosen) == count:
             break
-        chosen.setdefault(image_of(query), query)
+        if image_of(query) not in without:
+            chosen.setdefault(image_of(query), query)
     return list(chosen.values())
 
 
@@ -126,25 +129,17 @@ def best_and_worst(
         count: most queries in each list.
         depth: candidates that the fusion score re-ranks, for a model that has one; None: all.
     """
-    taken: set[int] = set()
     find = finder(encoded, way, depth)
-
-    def chosen(order: Iterable[int]) -> list[Example]:
-        queries: list[int] = []
-        for query in order:
-            image = query if way == "i2t" else int(encoded.image_of_text[query])
-            if len(queries) < count and image not in taken:
-                taken.add(image)
-                queries.append(query)
-        return list(map(find, queries))
-
-    return chosen(ranks.argsort(stable=True).tolist()), chosen((-ranks).argsort(stable=True).tolist())
+    image_of = (range(len(ranks)) if way == "i2t" else encoded.image_of_text.tolist()).__getitem__
+    best = of_different_images(ranks.argsort(stable=True).tolist(), image_of, count)
+    worst = of_different_images((-ranks).argsort(stable=True).tolist(), image_of, count, without={*map(image_of, best)})
+    return list(map(find, best)), list(map(find, worst))
 
 
 def finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Example]:
     """A function from a query to its candidates as recall orders them: at equal scores, wrong before right."""
     items, owner = encoded.items, encoded.image_of_text
-    vectors = Products(encoded.images, encoded.texts)
+    vectors = Scores(encoded.images, encoded.texts)
     fusion = None if items is None else items.head.scorer(items.images, items.texts)
     everything = torch.arange(len(owner) if way == "i2t" else len(encoded.image_ids))
 

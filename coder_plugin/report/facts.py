@@ -1,14 +1,12 @@
-"""What was run: options, data, machine, the objective's terms and heads, and the commands to repeat it."""
+"""What was run: options, data, machine, and the objective's terms and heads."""
 
 from __future__ import annotations
 
-import math
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from coder_plugin.report.charts import format_number
-from coder_plugin.report.page import Block, format_seconds, heading, note, table
+from coder_plugin.report.page import Block, format_seconds, heading, table
 from coder_plugin.training.run_folder import RunFolder
 
 #: Options that say where a run is stored, not what it computes.
@@ -69,28 +67,7 @@ def _options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={'none' if value is None else value}" for key, value in options.items()) or "–"
 
 
-def command_blocks(run: RunFolder) -> list[Block]:
-    """Commands for a shell that train, resume, evaluate, and write the report again."""
-    folder, file = shlex.quote(str(run.path)), shlex.quote(str(run.path / "config.json"))
-    ranks = (run.plan or {}).get("ranks", 1)
-    start = f"accelerate launch --num_processes {ranks} -m coder_plugin.cli" if ranks > 1 else "coder-plugin"
-    texts = {}
-    if run.config is not None:
-        texts["train with the same options"] = f"{start} train --config {file}"
-        done, steps = run.manifest or {}, (run.plan or {}).get("steps", math.inf)
-        if done.get("epoch", 0) < (run.config.get("epochs") or 0) and done.get("step", 0) < steps:
-            place = run.path.resolve()
-            where = f"--logs {shlex.quote(str(place.parent))} --name {shlex.quote(place.name)}"
-            texts["resume the run, which has not reached its last epoch"] = (
-                f"{start} train --config {file} {where} --resume latest"
-            )
-    texts["evaluate it"] = f"coder-plugin eval {folder}"
-    texts["write this report again"] = f"coder-plugin report {folder}"
-    blocks = [heading("Commands")]
-    for what, text in texts.items():
-        blocks += [note(f"To {what}:"), {"code": text}]
-    options = sorted((run.config or {}).items())
-    if options:
-        rows = [(name, [text_of(value)]) for name, value in options]
-        blocks.append(table((), rows, fold=f"All {len(options)} options"))
-    return blocks
+def option_blocks(run: RunFolder) -> list[Block]:
+    """All options of the run."""
+    rows = [(name, [text_of(value)]) for name, value in sorted((run.config or {}).items())]
+    return [heading("Options"), table((), rows, fold=f"All {len(rows)} options")] if rows else []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def write_report(
     run = RunFolder.read(folder)
     model = None
     if encoder is not None and source is not None and encoded is not None:
-        model = Evaluated(encoder, source, encoded, weights, pictures)
+        model = Evaluated(weights, encoded, source, pictures, {}, encoder)
     shown = _sections(run, model, images, reason)
     about = " on ".join(filter(None, [_objective(run), str((run.plan or {}).get("model") or "")]))
     title = f"{run.path.resolve().name}: training report"
@@ -127,8 +126,8 @@ def report_run(
     run = RunFolder.read(folder)
     model: dict[str, Any] = {}
     try:
-        opened = open_run(run, options, export=export, split=split)
-        model = {field.name: getattr(opened, field.name) for field in fields(opened)}
+        opened = open_run(run, options, export=export, split=split)._asdict()
+        model = {"weights": opened["name"], **{name: opened[name] for name in ("encoder", "source", "encoded", "pictures")}}
     except (CoderError, OSError) as error:
         if options.get("val_data"):  # named by the user: do not replace a fuller report by a poorer one
             raise CoderError(str(error)) from error
@@ -159,54 +158,28 @@ def open_run(run: RunFolder, options: Mapping[str, Any], *, export: str | None =
         run.path, options, export=export, name=f"export/{export}", source=source, return_intermediates=intermediates
     )
     encoder = trained.encoder()
-    return Evaluated(encoder, source, encoder(source), f"export/{export}", pictures_under_regions(data, split))
+    return Evaluated(f"export/{export}", encoder(source), source, pictures_under_regions(data, split), {}, encoder)
 
 
 def _sections(run: RunFolder, model: Evaluated | None, images: int, reason: str) -> list[Section]:
-    measured: dict[str, Any] = {}
+    def of_model(make: Callable[..., list[Block]], *arguments: Any) -> list[Block]:
+        return [note(f"Not shown: {reason}")] if model is None else attempt(make, model, *arguments)
 
-    def measure(model: Evaluated) -> list[Block]:
-        measured.update(sections.measure(model, run))
-        return []
-
-    def of_model(make: Callable[..., list[Block]], *arguments: Any, needs_recall: bool = False) -> list[Block]:
-        """A section of the model; a note if there is no model, or recall could not be measured."""
-        if model is None:
-            return [note(f"Not shown: {reason}")]
-        if needs_recall and not measured:
-            return [note("Not shown: recall was not measured")]
-        return attempt(make, model, *arguments)
-
-    unmeasured = of_model(measure)
-    curve_blocks = [
-        *attempt(_charts, "Recall", curves.recalls, run),
-        *attempt(_charts, "Objective", curves.objective, run),
+    unmeasured = of_model(sections.measure, run)
+    lengths = of_model(sections.recall_by_length) if model is not None and model.result else []
+    curve_blocks = [*attempt(_charts, "Recall", curves.recalls, run), *attempt(_charts, "Objective", curves.objective, run)]
+    about = (facts.fact_blocks, facts.term_blocks, facts.head_blocks, facts.option_blocks)
+    health = attempt(_charts, "During the run", curves.health, run)
+    return [
+        Section("recall", "Recall on validation data", [*attempt(_recall, run, model), *unmeasured, *lengths]),
+        Section("examples", "Best and worst queries", of_model(sections.examples, images)),
+        Section("curves", "Curves", curve_blocks or [note("Not shown: there is no metrics.jsonl with records")]),
+        Section("run", "What was run", [block for make in about for block in attempt(make, run)]),
+        Section("concepts", "Concepts", of_model(sections.concepts, images)),
+        Section("regions", "Words and regions", of_model(sections.alignments, run, images)),
+        Section("map", "Map of images and captions", of_model(sections.vector_map)),
+        Section("state", "State of the heads", [*attempt(state_blocks, run), *health]),
     ]
-    parts = {
-        "recall": (
-            "Recall on validation data",
-            [
-                *attempt(_recall, run, measured, model),
-                *unmeasured,
-                *(of_model(sections.recall_by_length, measured) if measured else []),
-            ],
-        ),
-        "examples": ("Best and worst queries", of_model(sections.examples, measured, images, needs_recall=True)),
-        "curves": ("Curves", curve_blocks or [note("Not shown: there is no metrics.jsonl with records")]),
-        "run": (
-            "What was run",
-            [
-                block
-                for make in (facts.fact_blocks, facts.term_blocks, facts.head_blocks, facts.command_blocks)
-                for block in attempt(make, run)
-            ],
-        ),
-        "concepts": ("Concepts", of_model(sections.concepts, images)),
-        "regions": ("Words and regions", of_model(sections.alignments, run, images)),
-        "map": ("Map of images and captions", of_model(sections.vector_map)),
-        "state": ("State of the heads", [*attempt(state_blocks, run), *attempt(_charts, "During the run", curves.health, run)]),
-    }
-    return [Section(anchor, title, blocks) for anchor, (title, blocks) in parts.items()]
 
 
 def _charts(title: str, make: Callable[[RunFolder], list[Figure]], run: RunFolder) -> list[Block]:
@@ -239,7 +212,7 @@ def _tiles(run: RunFolder) -> list[tuple[str, str]]:
     return tiles
 
 
-def _recall(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None) -> list[Block]:
+def _recall(run: RunFolder, model: Evaluated | None) -> list[Block]:
     rows: list[tuple[str, list[str]]] = []
 
     def add(name: str, results: Mapping[str, Any]) -> None:
@@ -252,10 +225,10 @@ def _recall(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None
     for name, results in (("best", run.results("best")), ("last", _last(run))):
         add(f"{name}: epoch {results['epoch']:g}" if "epoch" in results else name, results)
     if model is not None:
-        add(f"now: {model.weights}", measured)
+        add(f"now: {model.name}", model.result)
     if not rows:
         raise CoderError("the run has no evaluation")
     text = RECALL_NOTE
-    if measured and model is not None:
+    if model is not None and model.result:
         text += f" The row that begins with “now” was measured for this report, on {model.source.name}."
     return [note(text), table(["Weights", *RECALL.values()], rows)]

@@ -6,9 +6,7 @@ Each function returns the blocks of one section, or raises CoderError with the r
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -33,38 +31,38 @@ from coder_plugin.training.run_folder import RunFolder
 _PAIRS = 250
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluated:
-    """A model with the data that the report shows.
+class Evaluated(NamedTuple):
+    """A model's results on the data that a page shows.
 
-    Args:
-        encoder: of the model.
-        source: images with captions. encoded: their vectors.
-        weights: a name for the model's weights, such as ``export/best``.
-        pictures: a source of the pictures of images that are read as regions, or None.
+    ``name`` is that of the model's weights, such as ``export/best``, or of its run; ``pictures`` a source of the pictures of
+    images that are read as regions, or None; ``result`` what :func:`measure` has added; ``encoder`` is None where several
+    models are shown, of which one at a time is in memory.
     """
 
-    encoder: Encoder
-    source: Any
+    name: str
     encoded: Encoded
-    weights: str
-    pictures: Any = None
+    source: Any  # images with captions
+    pictures: Any
+    result: dict[str, Any]
+    encoder: Encoder | None = None
 
 
-def measure(model: Evaluated, run: RunFolder) -> dict[str, Any]:
-    """Recall of the model on the data, with ranks, and the ``depth`` of its shortlists."""
+def measure(model: Evaluated, run: RunFolder) -> list[Block]:
+    """Recall of the model on the data, with ranks, and the ``depth`` of its shortlists, as ``model.result``; no blocks."""
     from coder_plugin.evaluation.evaluate import measure as measure_recall
     from coder_plugin.evaluation.evaluate import shortlist_length
 
+    assert model.encoder is not None
     depth = shortlist_length((run.config or {}).get("rerank"), model.encoder)
-    return {**measure_recall(model.encoded, 0, depth), "depth": depth}
+    model.result.update(measure_recall(model.encoded, 0, depth), depth=depth)
+    return []
 
 
-def recall_by_length(model: Evaluated, measured: Mapping[str, Any]) -> list[Block]:
+def recall_by_length(model: Evaluated) -> list[Block]:
     """Text-to-image recall by the number of words of the caption (AsCL, figure 5)."""
     from coder_plugin.evaluation import recall_by_length
 
-    lengths = recall_by_length(measured["t2i_ranks"], model.encoded.captions)
+    lengths = recall_by_length(model.result["t2i_ranks"], model.encoded.captions)
     rows = [
         (str(each["words"]), [f"{each['count']:,}", *(_percent(each[f"t2i_r{k}"]) for k in (1, 5, 10))])
         for each in [*lengths["bins"], {**lengths["all"], "words": "all"}]
@@ -77,18 +75,18 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def examples(model: Evaluated, measured: Mapping[str, Any], images: int) -> list[Block]:
+def examples(model: Evaluated, images: int) -> list[Block]:
     """The best and the worst queries of both directions, with their results."""
+    if not model.result:
+        raise CoderError("recall was not measured")
     text = "The queries whose first match ranks best and worst. A frame and ✓ mark a match; the number is the score."
     if model.encoded.items is not None:
         text += (
             " It is the fusion score. Results outside the shortlist are not re-ranked: their score is the inner product of the"
             " vectors, marked “product”."
         )
-    blocks = query_blocks(
-        model.encoded, model.source, model.pictures, measured, count=images, depth=measured["depth"]
-    )
-    return [note(text), *blocks]
+    depth = model.result["depth"]
+    return [note(text), *query_blocks(model.encoded, model.source, model.pictures, model.result, count=images, depth=depth)]
 
 
 def vector_map(model: Evaluated) -> list[Block]:
@@ -145,6 +143,7 @@ def _sample_items(model: Evaluated, images: int) -> dict[int, Item]:
 def concepts(model: Evaluated, images: int, *, first: int = 6) -> list[Block]:
     """The concepts that sample images and their first captions attend to most (CODER)."""
     encoder = model.encoder
+    assert encoder is not None
     head = next(iter(heads_having(encoder.model.coder.heads, "image_attention").values()), None)
     if head is None:
         raise CoderError("the model has no concept head")

@@ -15,7 +15,6 @@ from coder_plugin.training.checkpoint import read_model
 from coder_plugin.training.run_folder import RunFolder
 
 _READ = frozenset("pointer count image text ids ready centres counts passed changed restarted".split())
-_UNIT = "should be 1: any other norm is a fault"
 
 
 def state_blocks(run: RunFolder) -> list[Block]:
@@ -56,20 +55,23 @@ def entry_ages(pointer: int, count: int, size: int, pairs_per_step: int) -> Tens
     return (pointer - 1 - torch.arange(count)) % size // pairs_per_step
 
 
+def _norms(vectors: Tensor, what: str) -> tuple[str, str]:
+    """A tile of the least and the greatest norm of vectors that should have length one."""
+    low, high = vectors.float().norm(dim=1).aminmax()
+    return f"{low:.3f}–{high:.3f}", f"norms of the {what}: any other than 1 is a fault"
+
+
 def _bank(tensors: Mapping[str, Tensor], owner: str, pairs_per_step: int | None) -> list[Block]:
     count, pointer = (int(tensors[f"{owner}.{each}"]) for each in ("count", "pointer"))
-    keys = {side: tensors[f"{owner}.{side}"] for side in ("image", "text")}
-    size = len(keys["image"])
-    images = len(tensors[f"{owner}.ids"][:count].unique())
+    size, images = len(tensors[f"{owner}.image"]), len(tensors[f"{owner}.ids"][:count].unique())
     tiles = [(f"{count:,}", f"of {size:,} entries are filled"), (f"{images:,}", "different images among them")]
     made = []
     if count:
-        norms = {side: each[:count].float().norm(dim=1).tolist() for side, each in keys.items()}
-        made.append(Figure("Norms of the entries", histogram(norms, x_label="norm"), _UNIT))
+        tiles += [_norms(tensors[f"{owner}.{side}"][:count], f"{side} entries") for side in ("image", "text")]
     if count and pairs_per_step:
         ages = entry_ages(pointer, count, size, pairs_per_step)
         tiles.append((f"{int(ages.max()):,}", f"steps since the oldest entry was written ({pairs_per_step} entries a step)"))
-        chart = histogram({"entries": ages.tolist()}, x_label="steps ago", integers=True)
+        chart = histogram(ages.tolist(), x_label="steps ago")
         made.append(Figure("Age of the entries", chart, f"median {int(ages.median()):,} steps"))
     return [{"tiles": tiles}, *figures(made)]
 
@@ -85,16 +87,8 @@ def _centres(tensors: Mapping[str, Tensor], owner: str) -> list[Block]:
         (f"{len(counts):,}", "centres"),
         (f"{100 * changed:.0f} %", "of the pairs changed their label in the last clustering"),
         (f"{restarted:,.0f}", "clusters had become empty and started anew so far"),
+        _norms(tensors[f"{owner}.centres"], "centres"),
     ]
-    sizes = histogram({"centres": counts.tolist()}, x_label="pairs assigned", integers=True)
+    chart = histogram(counts.tolist(), x_label="pairs assigned")
     largest = f"median {format_number(float(counts.median()))}, largest {format_number(float(counts.max()))}"
-    norms = tensors[f"{owner}.centres"].float().norm(dim=1).tolist()
-    return [
-        {"tiles": tiles},
-        *figures(
-            [
-                Figure("Sizes of the clusters", sizes, f"{largest}, of {passed:,.0f} pairs in all"),
-                Figure("Norms of the centres", histogram({"centres": norms}, x_label="norm"), _UNIT),
-            ]
-        ),
-    ]
+    return [{"tiles": tiles}, *figures([Figure("Sizes of the clusters", chart, f"{largest}, of {passed:,.0f} pairs in all")])]

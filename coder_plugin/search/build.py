@@ -13,18 +13,20 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from coder_plugin import distributed
+from coder_plugin.data.source import Numbered
 from coder_plugin.data.units import differences
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_all_leftovers, sha256_file
 from coder_plugin.search.embed import EmbedJob, embedded
 from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
-from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_table
+from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_tables
 from coder_plugin.search.vectors import build, check_factory
 
 #: Folder of the images that ``index add`` embeds, until they are in the index.
@@ -149,6 +151,8 @@ def add(
         if isinstance(embeddings, Mapping):
             job = _adding_job(index, embeddings)
             index.check_model(job.opened.model)
+            if isinstance(data := job.opened.source, Numbered):  # whose keys are known before anything is encoded
+                _existing(index, [item.image_id for _, item in data.items()], replace)
             job.run()
             source = Path(job.output)
         else:
@@ -156,12 +160,7 @@ def add(
         table = embedded(source)
         captions = int(_starts(table)[-1])
         _check_same(index, table, source)
-        existing = _existing(index, table)
-        if existing and not replace:
-            key = index.records.images(existing[:1])[0].key
-            raise CoderError(
-                f"{folder} has {len(existing):,} of these images already (the first: {key!r}): --replace removes the old ones"
-            )
+        existing = _existing(index, table.image_ids(), replace)
         old = _without(index, existing)
         first = 1 + max(int(path.stem) for path in (folder / EMBEDDINGS).glob("*.parquet"))
         new = _take(folder, table.paths, first=first)
@@ -270,10 +269,15 @@ def _shown(table: Table) -> str:
     return ", ".join(f"{kind} of {size['views']} x {size['dimensions']}" for kind, size in table.vector_sizes.items())
 
 
-def _existing(index: Index, table: Table) -> list[int]:
-    """Rows of the index's images whose keys the embeddings have, ascending."""
-    ids = [batch.column(0).to_numpy() for _, batch in table.batches(["image_id"], rows=65536)]
-    return np.flatnonzero(np.isin(index.records.image_ids, np.concatenate(ids))).tolist()
+def _existing(index: Index, image_ids: Any, replace: bool) -> list[int]:
+    """Rows of the index's images of these ids, ascending; an error if there are some and they are not to be replaced."""
+    rows = np.flatnonzero(np.isin(index.records.image_ids, image_ids)).tolist()
+    if rows and not replace:
+        key = index.records.images(rows[:1])[0].key
+        raise CoderError(
+            f"{index.folder} has {len(rows):,} of these images already (the first: {key!r}): --replace removes the old ones"
+        )
+    return rows
 
 
 def _take(folder: Path, paths: Sequence[Path], *, first: int) -> list[Path]:
@@ -310,12 +314,10 @@ def _without(index: Index, rows: Sequence[int]) -> list[Path]:
         keep = np.ones(len(whole), bool)
         keep[here] = False
         left = whole.filter(pa.array(keep))
-        header = read_header(path) | {"rows": len(left), "captions": sum(map(len, left.column("captions").to_pylist()))}
-        new = path.with_name(f"{number:08d}.parquet")
+        paths.append(path.with_name(f"{number:08d}.parquet"))
         number += 1
-        with atomic_path(new) as temporary:
-            write_table(temporary, left, header)
-        paths.append(new)
+        with atomic_path(paths[-1]) as temporary:
+            write_tables(temporary, left.schema, read_header(path), [left])
     return paths
 
 
@@ -345,23 +347,14 @@ def _derive(
     with atomic_path(path := folder / f"starts-{number:05d}.npy") as temporary, open(temporary, "wb") as file:
         np.save(file, starts)
     written.append(path)
-    for kind in list(kinds):
-        if not counts[kind]:
-            kinds.remove(kind)
-            continue
+    kinds = [kind for kind in kinds if counts[kind]]
+    for kind in kinds:
         size = table.vector_sizes[kind]
         with atomic_path(path := folder / f"{kind}-{number:05d}.faiss") as temporary:
             total = counts[kind] * size["views"]
-
-            def vectors(kind: str = kind, total: int = total) -> Iterator[np.ndarray]:
-                seen = 0
-                for batch in table.vector_batches(kind):
-                    seen += len(batch)
-                    yield batch
-                if seen != total:
-                    raise CoderError(f"{paths[0].parent} has {seen:,} vectors of {kind}, not {total:,}: embed the data again")
-
-            build(temporary, factory, size["dimensions"], total, vectors)
+            seen = build(temporary, factory, size["dimensions"], total, partial(table.vector_batches, kind))
+            if seen != total:
+                raise CoderError(f"{paths[0].parent} has {seen:,} vectors of {kind}, not {total:,}: embed the data again")
         written.append(path)
     tokens = [name for name in table.tokens if options["rerank"]]
     for name in tokens:

@@ -14,7 +14,7 @@ import torch
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import Progress
 from coder_plugin.search.index import Index
-from coder_plugin.search.miner import chunks
+from coder_plugin.search.mine import chunks
 from coder_plugin.search.vectors import Vectors, is_lossless
 
 #: The cosine from which on two images count as near-duplicates.
@@ -116,13 +116,6 @@ def _equal_lengths(vectors: Vectors) -> bool:
     return bool(lengths.min(initial=np.inf) >= 0.99 * lengths.max(initial=0))
 
 
-def _lengths(vectors: Vectors) -> np.ndarray:
-    """The lengths [N] float32 of images' vectors; infinity for zeros, which are near nothing."""
-    some = chunks(vectors.items, max(1, _FLOATS // vectors.dimensions))
-    lengths = np.concatenate([np.linalg.norm(vectors.gather(rows)[:, 0], axis=1) for rows in some])
-    return np.where(lengths > 0, lengths, np.float32(np.inf))
-
-
 def _pairs(
     vectors: Vectors, threshold: float, device: torch.device
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -145,22 +138,16 @@ def _neighbours(index: Index, threshold: float) -> Iterator[tuple[int, np.ndarra
     """
     vectors = index.vectors["images"]
     waiting, nothing, k = np.arange(vectors.items), np.empty(0, np.int64), min(_NEIGHBOURS, vectors.items)
-    # a score is both lengths times the cosine, but of compressed vectors, or of the best of several embeddings
-    lengths = _lengths(vectors) if vectors.views == 1 and is_lossless(index.note["factory"]) else None
     while True:
         size = max(1, _FLOATS // (k * vectors.views * vectors.views * vectors.dimensions))
         full: list[np.ndarray] = []
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
-            scores, found = index.search(vectors.gather(block).reshape(-1, vectors.dimensions), k)
+            _, found = index.search(vectors.gather(block).reshape(-1, vectors.dimensions), k)
             found = found.reshape(len(block), -1)  # [b, V * k], -1 where there are no more
-            if lengths is None:
-                distinct, places = np.unique(found, return_inverse=True)
-                candidates = _unit(vectors, np.maximum(distinct, 0))[places.reshape(found.shape)]
-                close = np.einsum("bd,bkd->bk", _unit(vectors, block), candidates) >= threshold
-            else:
-                close = scores >= threshold * lengths[block, None] * lengths[found]
-            close &= found >= 0
+            distinct, places = np.unique(found, return_inverse=True)
+            candidates = _unit(vectors, np.maximum(distinct, 0))[places.reshape(found.shape)]
+            close = (np.einsum("bd,bkd->bk", _unit(vectors, block), candidates) >= threshold) & (found >= 0)
             one, other = close.nonzero()
             more = close.all(1)
             full.append(block[more])

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +168,12 @@ class _Opened:
             batches = self._batches(job, blocks, header, bad, progress)
             first = next(batches, None)
             columns: dict[str, Any] = {"dtype": job.dtype, "what": job.what, "columns": job.columns}
-            if first is None:
-                yield unit, write_file(job.path(unit), schema_of(self.dimensions, **columns), header, [])
-                continue
-            images = first.images
-            columns["views"] = images.shape[1] if images is not None and images.ndim == 3 else 1
-            tokens = [TOKENS["images"] + name for name in first.image_tokens]
-            tokens += [TOKENS["captions"] + name for name in first.text_tokens]
-            schema = schema_of(self.dimensions, **columns, tokens=tokens)
-            yield unit, write_file(job.path(unit), schema, header, _joined(first, batches))
+            if first is not None:
+                columns["views"] = first.images.shape[1] if first.images is not None and first.images.ndim == 3 else 1
+                columns["tokens"] = [TOKENS["images"] + name for name in first.image_tokens]
+                columns["tokens"] += [TOKENS["captions"] + name for name in first.text_tokens]
+            rows = chain([] if first is None else [first], batches)
+            yield unit, write_file(job.path(unit), schema_of(self.dimensions, **columns), header, rows)
 
     @functools.cached_property
     def dimensions(self) -> int:
@@ -235,11 +232,6 @@ class _Opened:
 @functools.lru_cache(maxsize=1)
 def _opened(job: str) -> _Opened:
     return _Opened(EmbedJob(**json.loads(job)))
-
-
-def _joined(first: Rows, others: Iterator[Rows]) -> Iterator[Rows]:
-    yield first
-    yield from others
 
 
 _warned: set[str] = set()

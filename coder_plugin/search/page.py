@@ -1,4 +1,4 @@
-"""Search results, mined negatives and near-duplicates as an HTML page in one file."""
+"""Search results, mined negatives and near-duplicates as an HTML page in one file, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,124 +9,107 @@ from typing import Any
 from coder_plugin.html import data_uri, jpeg_uri, render
 from coder_plugin.search.duplicates import Group
 from coder_plugin.search.index import Index
-from coder_plugin.search.miner import Mined
+from coder_plugin.search.mine import Mined
 from coder_plugin.search.records import SHOWN, link, place
 from coder_plugin.search.searcher import Hit
 from coder_plugin.terminal import plural
 
-#: Captions of an image that a page shows, at most.
-_CAPTIONS = 10
-#: Groups of near-duplicates that a page shows, and images of each, at most.
-_GROUPS, _MEMBERS = 100, 24
+#: Captions of an image that a page shows, at most; groups of near-duplicates, and images of each.
+_CAPTIONS, _GROUPS, _MEMBERS = 10, 100, 24
 
 
 def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:
-    """A page of queries and their hits, which link the pictures' files; it loads nothing from elsewhere.
+    """A page of queries and their hits, which link the pictures' files.
 
     Args:
         index: the index that was searched.
         results: for each query its name, its picture (PIL; None for a text) and its hits.
-
-    Returns:
-        HTML.
     """
     from PIL.Image import Image
 
-    queries = [
-        {
-            "name": name,
-            "picture": data_uri(picture, 288) if isinstance(picture, Image) else None,
-            "texts": bool(hits) and hits[0].text is not None,
-            "hits": [_hit(index, hit) for hit in hits],
-        }
-        for name, picture, hits in results
-    ]
-    return render("search.html", queries=queries, **_heading(index))
+    boxes: list[dict[str, Any]] = []
+    for name, picture, hits in results:
+        pictures = not hits or hits[0].text is None
+        cards = [
+            _card(
+                index, hit.image.row if pictures else None, place(hit.image), text=hit.caption, rank=rank, link=link(hit.image),
+                score=f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (shortlist {hit.score:.3f})",
+            )  # fmt: skip
+            for rank, hit in enumerate(hits, 1)
+        ]
+        boxes.append({"title": name, "pictures": pictures, "cards": cards, "note": "" if hits else "No results."})
+        if isinstance(picture, Image):
+            boxes[-1]["picture"] = data_uri(picture, 288)
+    return _page(index, "Search of", boxes, contents=True)
 
 
 def negatives_page(index: Index, mined: Sequence[Mined]) -> str:
-    """A page of images with their captions and their negatives; it loads nothing from elsewhere.
-
-    Args:
-        index: the index that they were mined from.
-        mined: of :meth:`~coder_plugin.search.miner.Miner.mine`.
-
-    Returns:
-        HTML.
-    """
-    records = index.records
-    images = [
-        {
-            "key": each.image.key,
-            "picture": _picture(index, each.image.row),
-            "captions": records.captions_of(each.image.row, limit=_CAPTIONS, characters=SHOWN),
-            "positive": each.positive.text[:SHOWN],
-            "score": f"{each.score:.3f}",
-            "negatives": [
-                {
-                    "key": negative.key,
-                    "picture": _picture(index, negative.caption.image),
-                    "text": negative.caption.text[:SHOWN],
-                    "score": f"{negative.score:.3f}",
-                    "similarity": f"{negative.similarity:.3f}",
-                    "rank": negative.rank,
-                }
-                for negative in each.negatives
+    """A page of images with their captions and their negatives, of :meth:`~coder_plugin.search.mine.Miner.mine`."""
+    boxes = []
+    for each in mined:
+        captions = index.records.captions_of(each.image.row, limit=_CAPTIONS, characters=SHOWN)
+        boxes.append({
+            "title": each.image.key,
+            "picture": _thumbnail(index, each.image.row),
+            "texts": [*captions, f"positive {each.score:.3f}: {each.positive.text[:SHOWN]}"],
+            "pictures": True,
+            "cards": [
+                _card(
+                    index, one.caption.image, one.key, text=one.caption.text, rank=one.rank,
+                    score=f"{one.score:.3f}, similarity {one.similarity:.3f}",
+                )
+                for one in each.negatives
             ],
-        }
-        for each in mined
-    ]
-    return render("negatives.html", images=images, **_heading(index))
+            "note": "" if each.negatives else "no caption passes",
+        })  # fmt: skip
+    intro = (
+        "Each box is an image with its captions, and below them its negatives: captions of other images that the model takes "
+        "for its own, each with the image that it belongs to. A negative that is right for the image is a false one."
+    )
+    return _page(index, "Hard negatives from", boxes, intro=[intro])
 
 
 def duplicates_page(index: Index, groups: Sequence[Group], summary: str) -> str:
-    """A page of near-duplicates; it loads nothing from elsewhere.
-
-    Args:
-        index: the index that they were found in.
-        groups: of :func:`~coder_plugin.search.duplicates.find_duplicates`; the first 100 are shown, and 24 images of each.
-        summary: a sentence about all of them.
-
-    Returns:
-        HTML.
-    """
-    shown = [
-        {
-            "size": f"{len(group.rows):,}",
-            "more": max(0, len(group.rows) - _MEMBERS),
-            "images": [
-                {"key": image.key, "picture": _picture(index, image.row), "similarity": f"{similarity:.4f}"}
-                for image, similarity in zip(
-                    index.records.images(group.rows[:_MEMBERS].tolist()), group.similarities.tolist(), strict=False
-                )
-            ],
-        }
-        for group in groups[:_GROUPS]
-    ]
-    more = max(0, len(groups) - _GROUPS)
-    return render("duplicates.html", groups=shown, more=more, summary=summary, **_heading(index))
+    """A page of the first 100 groups of near-duplicates, and of 24 images of each, below a ``summary`` of all of them."""
+    boxes = []
+    for group in groups[:_GROUPS]:
+        images = index.records.images(group.rows[:_MEMBERS].tolist())
+        more = len(group.rows) - len(images)
+        cards = [
+            _card(index, image.row, image.key, score=f"{similarity:.4f}", kept=not number)
+            for number, (image, similarity) in enumerate(zip(images, group.similarities.tolist(), strict=False))
+        ]
+        note = f"and {more} more" if more else ""
+        boxes.append({"title": f"{len(group.rows):,} images", "pictures": True, "cards": cards, "note": note})
+    intro = (
+        "Each box is a group of pictures whose vectors have a high cosine. The first, in a frame, is the one to keep; the "
+        "number below each other is its cosine with the first."
+    )
+    more = len(groups) - _GROUPS
+    rest = f"and {more} more groups, which --json prints" if more > 0 else ""
+    return _page(index, "Near-duplicates in", boxes, intro=[summary, intro], more=rest)
 
 
-def _heading(index: Index) -> dict[str, str]:
+def _page(index: Index, title: str, boxes: Sequence[dict[str, Any]], **values: Any) -> str:
     model = index.note["model"]
-    return {
+    heading = {
         "name": index.folder.resolve().name,
         "sizes": f"{plural(index.size('images'), 'image')}, {plural(index.size('captions'), 'caption')}",
         "model": PurePath(model.get("name", "")).name,  # a page may be passed on: it shows no folders
         "objective": model.get("objective", ""),
     }
+    return render("cards.html", title=title, boxes=boxes, **{"intro": (), "contents": False, "more": "", **heading, **values})
 
 
-def _picture(index: Index, row: int) -> str | None:
+def _card(
+    index: Index, row: int | None, name: str, *, score: str, text: str = "", rank: int | str = "", link: str | None = None,
+    kept: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """An image; ``row`` is None where its thumbnail is not shown."""
+    picture = None if row is None else _thumbnail(index, row)
+    return {"picture": picture, "name": name, "score": score, "text": text[:SHOWN], "rank": rank, "link": link, "kept": kept}
+
+
+def _thumbnail(index: Index, row: int) -> str | None:
     file = index.records.thumbnail(row)
     return None if file is None else jpeg_uri(file)
-
-
-def _hit(index: Index, hit: Hit) -> dict[str, Any]:
-    return {
-        "place": place(hit.image),
-        "link": link(hit.image),
-        "caption": hit.caption[:SHOWN],
-        "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (shortlist {hit.score:.3f})",
-        "picture": _picture(index, hit.image.row) if hit.text is None else None,
-    }

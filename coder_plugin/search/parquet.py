@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 import threading
 from bisect import bisect_right
@@ -29,7 +28,6 @@ from coder_plugin.files import atomic_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 FORMAT = "coder-plugin embeddings 3"
 KINDS = ("images", "captions")
@@ -143,43 +141,41 @@ def write_file(path: str | Path, schema: pa.Schema, header: Mapping[str, Any], r
         >>> Table([path]).vectors("images", [0]).tolist()
         [[[1.0, 1.0]]]
     """
-    import pyarrow as pa
-
-    images = captions = 0
-    pending: list[pa.Table] = []
-    with atomic_path(path) as temporary, _writer(temporary, schema, header) as writer:
-        for batch in rows:
-            images, captions = images + len(batch.keys), captions + sum(map(len, batch.captions))
-            pending.append(_table(batch, schema))
-            if sum(map(len, pending)) >= _GROUP_ROWS:
-                whole = pa.concat_tables(pending)
-                full = len(whole) // _GROUP_ROWS * _GROUP_ROWS
-                writer.write_table(whole[:full], row_group_size=_GROUP_ROWS)
-                pending = [whole[full:]]
-        for rest in [pa.concat_tables(pending)] if pending else []:
-            writer.write_table(rest, row_group_size=_GROUP_ROWS)
-        counts = {"rows": images, "captions": captions, "bad": header.get("bad", [])}
-        writer.add_key_value_metadata({_COUNTS.decode(): json.dumps(counts)})
+    with atomic_path(path) as temporary:
+        counts = write_tables(temporary, schema, header, (_table(batch, schema) for batch in rows))
     return {"format": FORMAT, **header, **counts}
 
 
-def write_table(path: Path, table: pa.Table, header: Mapping[str, Any]) -> None:
-    """Write rows that were read from a file, with another header."""
-    with _writer(path, table.schema, header) as writer:
-        writer.write_table(table, row_group_size=_GROUP_ROWS)
-        counts = {name: header[name] for name in ("rows", "captions", "bad")}
-        writer.add_key_value_metadata({_COUNTS.decode(): json.dumps(counts)})
+def write_tables(path: Path, schema: pa.Schema, header: Mapping[str, Any], tables: Iterable[pa.Table]) -> dict[str, Any]:
+    """Write Arrow's tables of :func:`schema_of` to a file, as :func:`write_file` does.
 
+    It is not compressed: vectors and pictures do not get smaller, and a file cannot expand in a reader's memory.
 
-def _writer(path: Path, schema: pa.Schema, header: Mapping[str, Any]) -> pq.ParquetWriter:
-    """Not compressed: vectors and pictures do not get smaller, and a file cannot expand in a reader's memory."""
+    Returns:
+        The numbers of ``rows`` and ``captions``, and ``bad``.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     statistics = [name for name in schema.names if name in ("key", "image_id") or name not in OWN_COLUMNS]
     options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
     known = {name: value for name, value in header.items() if name not in ("rows", "captions", "bad")}
     schema = schema.with_metadata({_METADATA: json.dumps({"format": FORMAT, **known})})
-    return pq.ParquetWriter(path, schema, write_statistics=statistics, **options)
+    images = captions = 0
+    pending = schema.empty_table()
+    with pq.ParquetWriter(path, schema, write_statistics=statistics, **options) as writer:
+        for table in tables:
+            images, captions = images + len(table), captions + (pc.sum(pc.list_value_length(table["captions"])).as_py() or 0)
+            pending = pa.concat_tables([pending, table.cast(schema)])
+            if full := len(pending) // _GROUP_ROWS * _GROUP_ROWS:
+                writer.write_table(pending[:full], row_group_size=_GROUP_ROWS)
+                pending = pending[full:]
+        if len(pending):
+            writer.write_table(pending, row_group_size=_GROUP_ROWS)
+        counts = {"rows": images, "captions": captions, "bad": header.get("bad", [])}
+        writer.add_key_value_metadata({_COUNTS.decode(): json.dumps(counts)})
+    return counts
 
 
 def _table(batch: Rows, schema: pa.Schema) -> pa.Table:
@@ -379,8 +375,6 @@ class Table:
             self._form = (self.model["fingerprint"], known["vectors"], known["columns"], known["tokens"])
         self.first = [0, *accumulate(counts)]
         _, self.vector_sizes, self.columns, self.tokens = self._form
-        for path in self.paths if known is None else ():
-            self._file(path)  # again, now that it can be compared with the others
 
     def _open(self, path: Path) -> _File:
         file = _File(path)
@@ -424,12 +418,16 @@ class Table:
                 if first != self.first[number + 1]:
                     raise ValueError("some of its rows are missing")
 
+    def image_ids(self) -> np.ndarray:
+        """Of all images, int64 [n]."""
+        return np.concatenate([batch.column(0).to_numpy() for _, batch in self.batches(["image_id"], rows=65536)])
+
     def vector_batches(self, kind: str) -> Iterator[np.ndarray]:
         """The vectors of all images or captions, [n * V, D] float32 each time."""
         size = self.vector_sizes[kind]
         for first, batch in self.batches([VECTORS[kind]], rows=4096):
             with _reading(self.paths[bisect_right(self.first, first) - 1]):
-                yield _numbers(batch.column(0), kind, size).reshape(-1, size["dimensions"])
+                yield _numbers(batch.column(0), size).reshape(-1, size["dimensions"])
 
     def vectors(self, kind: str, rows: Sequence[int]) -> np.ndarray:
         """Vectors [n, V, D] float32 of a few images, or [t, 1, D] of all captions of these images."""
@@ -438,7 +436,7 @@ class Table:
             file, group, local = self._place(row)
             with self._lock, _reading(self.paths[file]):
                 column = self._file(self.paths[file]).file.read_row_group(group, [VECTORS[kind]], use_threads=False).column(0)
-                found.append(_numbers(column.combine_chunks()[local : local + 1], kind, self.vector_sizes[kind]))
+                found.append(_numbers(column.combine_chunks()[local : local + 1], self.vector_sizes[kind]))
         return np.concatenate(found)
 
     def _place(self, row: int) -> tuple[int, int, int]:
@@ -466,21 +464,13 @@ def _checked(rows: Any) -> Any:
     return rows
 
 
-def _numbers(column: pa.Array, kind: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """A column of vectors as [n, V, D] float32."""
-    import pyarrow as pa
-
-    count = len(column)
-    if kind == "captions":
-        if column.null_count:
-            raise ValueError("a vector is missing")
-        column = column.flatten()
-        count = len(column)
-    while isinstance(column.type, pa.FixedSizeListType):
+def _numbers(column: pa.Array, sizes: Mapping[str, int]) -> np.ndarray:
+    """A column of vectors, or of lists of vectors, as [n, V, D] float32."""
+    while hasattr(column.type, "value_type"):  # lists, most of a fixed size, of lists, of numbers
         if column.null_count:
             raise ValueError("a vector is missing")
         column = column.flatten()
     vectors = column.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-    if vectors.size != count * math.prod(sizes.values()) or not np.isfinite(vectors).all():
+    if not np.isfinite(vectors).all():  # as no missing number is
         raise ValueError("a vector is missing or not finite")
-    return vectors.reshape(count, sizes["views"], sizes["dimensions"])
+    return vectors.reshape(-1, sizes["views"], sizes["dimensions"])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ SECONDS, _MEMORY = 20.0, "1GB"
 _LONGEST = 10_000  # characters of an expression
 #: Characters of a caption, or of a key, that a page or an answer shows: somebody else's index may have far longer ones.
 SHOWN = 2000
-_BYTES = 64 << 20  # of the results of filters that are kept
+_FILTERS = 8  # whose results are kept
 _SMALL = ("key", "image_id", "captions", "path", "member")
 
 
@@ -92,14 +91,12 @@ class Records:
     def __init__(self, table: Table, starts: np.ndarray) -> None:
         self.table, self.starts = table, starts
         self._columns = (*_SMALL, *table.columns)
-        self._filters: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._filtered = lru_cache(maxsize=_FILTERS)(lambda expression: self._where(expression))
 
     @cached_property
     def image_ids(self) -> np.ndarray:
         """Of all images, int64 [N]."""
-        parts = [batch.column(0).to_numpy() for _, batch in self.table.batches(["image_id"], rows=65536)]
-        return np.concatenate(parts)
+        return self.table.image_ids()
 
     def images(self, rows: Sequence[int]) -> list[Image]:
         """Images, in the order of ``rows``."""
@@ -181,16 +178,7 @@ class Records:
         """
         if not isinstance(expression, str) or not expression.strip() or len(expression) > _LONGEST:
             raise CoderError(f"a filter must be an expression of 1 to {_LONGEST:,} characters, such as source = 'coco'")
-        with self._lock:
-            rows = self._filters.get(expression)
-            if rows is not None:
-                self._filters.move_to_end(expression)
-        if rows is None:
-            rows = self._where(expression)
-            with self._lock:
-                self._filters[expression] = rows
-                while len(self._filters) > 1 and _cost(self._filters) > _BYTES:
-                    self._filters.popitem(last=False)
+        rows = self._filtered(expression)
         if kind == "images":
             return rows
         counts = self.starts[rows + 1] - self.starts[rows]
@@ -239,8 +227,3 @@ class Records:
             timer.cancel()
             connection.close()
         return np.sort(np.asarray(found, dtype=np.int64))
-
-
-def _cost(filters: Mapping[str, np.ndarray]) -> int:
-    """About how many bytes the results of expressions take."""
-    return sum(rows.nbytes + 4 * len(expression) + 1024 for expression, rows in filters.items())

@@ -199,18 +199,11 @@ class Searcher:
 
     def _nearest(self, vectors: Tensor, k: int, among: str, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Scores [k] and rows [k] among those ``allowed``; the best over a query's vectors [V, D]."""
-        scores, rows = self.index.search(vectors, k, kind=among, rows=allowed)
-        if len(rows) == 1:
-            scores, rows = scores[0], rows[0]
-        else:
-            best: dict[int, float] = {}
-            for row, score in zip(rows.ravel().tolist(), scores.ravel().tolist(), strict=True):
-                best[row] = max(score, best.get(row, -np.inf))
-            ordered = sorted(best.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
-            rows = np.array([row for row, _ in ordered], dtype=np.int64)
-            scores = np.array([score for _, score in ordered], dtype=np.float32)
-        valid = rows >= 0
-        return scores[valid], rows[valid]
+        scores, rows = (each.ravel() for each in self.index.search(vectors, k, kind=among, rows=allowed))
+        order = np.lexsort((rows, -scores))
+        order = order[rows[order] >= 0]
+        order = order[np.sort(np.unique(rows[order], return_index=True)[1])][:k]  # of each row the best score
+        return scores[order], rows[order]
 
     def _rerank(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
         """The re-ranker's scores [n] of the query with the items of these rows; NaN becomes -inf."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ log = logging.getLogger(__name__)
 _FLAT = struct.Struct("<4siqqqBiQ")
 #: Parts of a factory string that keep vectors unchanged.
 _LOSSLESS = re.compile(r"Flat|HNSW\d*|IVF\d+(?:_HNSW\d*)?")
-#: Vectors for each centroid that FAISS advises, and those that an index is trained on for each list.
-_ADVISED, _TRAINED = 39, 64
+#: Vectors that an index is trained on for each list.
+_TRAINED = 64
 #: An index without lists is trained as one with so many.
 _LISTS = 1024
 #: The most results of FAISS's GPU indexes.
@@ -35,7 +33,6 @@ _GPU_RESULTS = 2048
 #: Of a graph (HNSW) of which a smaller part may be found, the vectors are compared one by one.
 _FEW = 0.05
 _ROWS = 8192  # vectors that are compared at once
-_FILES = 64  # temporary files of an index of lists
 
 
 def import_faiss() -> Any:
@@ -120,10 +117,9 @@ def _parts(index: Any) -> Iterator[Any]:
 
 def build(
     path: Path, factory: str, dimensions: int, count: int, batches: Callable[[], Iterable[np.ndarray]]
-) -> None:
-    """Write an index of ``count`` vectors. Memory: a batch of them for ``Flat``; for inverted lists (IVF) also the vectors that
-    it is trained on, 64 for each list, 16 bytes a vector, and 1/64 of the file, or a list; for other kinds what the index
-    itself takes.
+) -> int:
+    """Write an index of ``count`` vectors, and return how many there were. Memory: a batch of them for ``Flat``; for other
+    kinds what the index itself takes, and the vectors that it is trained on, 64 for each list.
 
     Args:
         path: the file.
@@ -135,71 +131,27 @@ def build(
     Raises:
         CoderError: FAISS does not know the factory, or cannot train it on so few vectors.
     """
-    index = check_factory(factory, dimensions)
+    faiss, index = import_faiss(), check_factory(factory, dimensions)
     if factory == "Flat":
         with open(path, "wb") as file:  # as FAISS writes it, which would hold all of it in memory
             file.write(_FLAT.pack(b"IxFI", dimensions, count, 1 << 20, 1 << 20, 1, 0, count * dimensions))
             for batch in batches():
                 np.ascontiguousarray(batch, dtype="<f4").tofile(file)
-        return
+            return (file.tell() - _FLAT.size) // (4 * dimensions)
     try:
         if not index.is_trained:
-            _train(index, factory, _sample(batches(), count, _TRAINED * _lists(index)))
-        if not _write_lists(index, path, count, batches()):
-            for batch in batches():
-                index.add(np.ascontiguousarray(batch))
-            import_faiss().write_index(index, str(path))
+            inverted = faiss.try_extract_index_ivf(index)
+            lists = _LISTS if inverted is None else max(_LISTS, inverted.nlist)
+            index.train(_sample(batches(), count, _TRAINED * lists))
+        for batch in batches():
+            index.add(np.ascontiguousarray(batch))
+        faiss.write_index(index, str(path))
+        return index.ntotal
     except RuntimeError as error:
-        raise CoderError(f"FAISS cannot build {factory!r}: {short(error)}") from error
-
-
-def _write_lists(index: Any, path: Path, count: int, batches: Iterable[np.ndarray]) -> bool:
-    """Write a trained index of inverted lists as FAISS does, which would hold all of it in memory: the vectors' codes go to
-    temporary files of neighbouring lists first, each of which is then read at once. False: it is not such an index, and
-    nothing was written."""
-    faiss = import_faiss()
-    inverted, parts = faiss.try_extract_index_ivf(index), list(_parts(index))
-    head = faiss.serialize_index(index).tobytes()
-    empty = b"ilar" + struct.pack("<QQ4sQ", inverted.nlist, inverted.code_size, b"sprs", 0) if inverted is not None else None
-    if empty is None or not head.endswith(empty):  # the lists are not last, or packed in blocks
-        return False
-    chains = [part.chain for part in parts if isinstance(part, faiss.IndexPreTransform)]
-    transforms = [faiss.downcast_VectorTransform(chain.at(number)) for chain in chains for number in range(chain.size())]
-    prefix, lists, first = inverted.coarse_code_size(), np.empty(count, np.int64), 0
-    span = -(-inverted.nlist // _FILES)  # lists of a temporary file
-    with ExitStack() as opened:
-        files = [opened.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(0, inverted.nlist, span)]
-        for batch in batches:
-            for transform in transforms:
-                batch = transform.apply(np.ascontiguousarray(batch))
-            codes = inverted.sa_encode(np.ascontiguousarray(batch))
-            numbers = np.zeros((len(codes), 8), np.uint8)
-            numbers[:, :prefix] = codes[:, :prefix]
-            lists[first : first + len(codes)] = found = numbers.view("<i8")[:, 0]
-            first += len(codes)
-            for number in np.unique(found // span).tolist():
-                files[number].write(codes[found // span == number, prefix:].tobytes())
-        sizes = np.bincount(lists, minlength=inverted.nlist)
-        for part in (*parts, inverted):
-            part.ntotal = count
-        head = faiss.serialize_index(index).tobytes().removesuffix(empty)
-        with open(path, "wb") as file:
-            file.write(head + b"ilar" + struct.pack("<QQ4sQ", inverted.nlist, inverted.code_size, b"full", inverted.nlist))
-            file.write(sizes.astype("<u8").tobytes())
-            for number, temporary in enumerate(files):
-                temporary.seek(0)
-                codes = np.frombuffer(temporary.read(), np.uint8).reshape(-1, inverted.code_size)
-                rows = np.flatnonzero(lists // span == number)
-                order = np.argsort(lists[rows], kind="stable")
-                for some in np.split(order, np.cumsum(sizes[number * span : (number + 1) * span])[:-1]):
-                    file.write(codes[some].tobytes())
-                    file.write(rows[some].astype("<i8").tobytes())
-    return True
-
-
-def _lists(index: Any) -> int:
-    inverted = import_faiss().try_extract_index_ivf(index)
-    return max(_LISTS, 0 if inverted is None else inverted.nlist)
+        raise CoderError(
+            f"FAISS cannot build --factory {factory} of {count:,} vectors: {short(error)}; with fewer lists, HNSW32 or Flat "
+            "nothing is encoded again"
+        ) from error
 
 
 def _sample(batches: Iterable[np.ndarray], count: int, size: int) -> np.ndarray:
@@ -213,48 +165,6 @@ def _sample(batches: Iterable[np.ndarray], count: int, size: int) -> np.ndarray:
         parts.append(batch[rows[low:high] - first])
         first += len(batch)
     return np.concatenate(parts)
-
-
-def _train(index: Any, factory: str, vectors: np.ndarray) -> None:
-    """Train an index; on few vectors with one warning, where FAISS prints a line for each of its clusterings."""
-    with _quiet(index) as centroids:
-        if len(vectors) < centroids:
-            raise CoderError(
-                f"--factory {factory} needs at least {centroids:,} vectors to train its {centroids:,} lists or codes, and "
-                f"there are {len(vectors):,}: take fewer lists, HNSW32 or Flat; nothing is encoded again"
-            )
-        if len(vectors) < _ADVISED * centroids:
-            log.warning(
-                "%s is trained on %s vectors, where FAISS advises %s or more: Flat may be better",
-                factory, f"{len(vectors):,}", f"{_ADVISED * centroids:,}",
-            )  # fmt: skip
-        index.train(vectors)
-
-
-@contextmanager
-def _quiet(index: Any) -> Iterator[int]:
-    """FAISS's own warnings are off inside; gives the number of centroids of the largest clustering."""
-    faiss = import_faiss()
-    clusterings, rotations = [(1, faiss.ClusteringParameters())], []
-    for part in _parts(index):
-        if isinstance(part, faiss.IndexPreTransform):
-            transforms = (faiss.downcast_VectorTransform(part.chain.at(number)) for number in range(part.chain.size()))
-            for each in transforms:
-                if isinstance(each, faiss.OPQMatrix):  # trains a quantizer of its own
-                    each.pq = faiss.ProductQuantizer(each.d_out, each.M, 8)
-                    rotations.append((each, each.pq))
-        if isinstance(part, faiss.IndexIVF):
-            clusterings.append((part.nlist, part.cp))
-        if hasattr(part, "pq"):
-            clusterings.append((part.pq.ksub, part.pq.cp))
-    clusterings += [(quantizer.ksub, quantizer.cp) for _, quantizer in rotations]
-    for _, parameters in clusterings:
-        parameters.min_points_per_centroid = 1
-    try:
-        yield max(centroids for centroids, _ in clusterings)
-    finally:
-        for each, _ in rotations:
-            each.pq = None
 
 
 def _read(path: Path) -> Any:

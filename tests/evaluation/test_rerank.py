@@ -17,7 +17,8 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import metrics, recall, rerank
-from coder_plugin.evaluation.rerank import MeanScore, Products
+from coder_plugin.evaluation.multi_positive import Scores
+from coder_plugin.evaluation.rerank import MeanScore
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = float("nan"), float("inf")
@@ -191,11 +192,12 @@ def test_what_is_refused() -> None:
 
 def test_scorers() -> None:
     (a, b, *_), (c, d, *_) = embedded(6, 11, views=3), embedded(6, 11, seed=1)
-    first, second = Products(a, b), Products(c, d)
-    both = MeanScore([first, second])
+    first, second = Scores(a, b), Scores(c, d)
+    both, together = MeanScore([first, second]), Scores([a, c], [b, d])
     matrices = (a @ b.T).amax(1), c @ d.T
+    mean = sum(matrices) / 2
     images, texts = torch.tensor([[0, 5], [2, 2]]), torch.tensor([[1, 10, 3], [0, 4, 4]])
-    for scorer, matrix in zip((first, second, both), (*matrices, sum(matrices) / 2), strict=True):
+    for scorer, matrix in zip((first, second, both, together), (*matrices, mean, mean), strict=True):
         assert torch.equal(scorer.all_pairs(), matrix)
         assert torch.equal(scorer(images, texts), from_matrix(matrix)(images, texts))
 

@@ -192,9 +192,9 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_between_is_the_weighted_sum_and_exact_at_the_ends(models: dict[str, Any]) -> None:
     tuned, base = models["tuned"].model, wise_ft.plain_weights(models["base"])
     whole = {name: value.clone() for name, value in tuned.state_dict().items()}
-    between = wise_ft.Interpolation(tuned, base)
+    after = wise_ft.plain_weights(tuned)
     for alpha in (0.5, 0.0, 0.25, 1.0):  # in any order: none begins with the one before
-        between.set_alpha(alpha)
+        wise_ft.interpolate(tuned, base, after, alpha)
         for name, value in tuned.state_dict().items():
             if name.startswith("coder.") or not value.is_floating_point():
                 assert torch.equal(value, whole[name]), name
@@ -252,9 +252,8 @@ def test_between_is_of_the_model_as_opened_and_not_of_its_file(runs: Path, tmp_p
     for file, given in ((half, {}), (after, {"force_image_size": 32}), (after, {"force_custom_text": True})):
         base, tuned = (open_pretrained(each, given, device="cpu").model for each in (before, file))
         ends = wise_ft.plain_weights(base), wise_ft.plain_weights(tuned)
-        between = wise_ft.Interpolation(tuned, ends[0])
         for alpha in (0, 1):
-            between.set_alpha(alpha)
+            wise_ft.interpolate(tuned, *ends, alpha)
             assert all(torch.equal(value, ends[alpha][name]) for name, value in wise_ft.plain_weights(tuned).items()), given
 
 

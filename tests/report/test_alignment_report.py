@@ -23,7 +23,8 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.build import make_transform
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.report import LOCALS, Aligner, Alignment, plot_alignment, write_alignments
+from coder_plugin.report.alignment import LOCALS, Aligner, Alignment
+from coder_plugin.report.figures import plot_alignment, write_alignments
 from tests.training import region_data
 
 RECORDS = list(region_data.records("dev"))

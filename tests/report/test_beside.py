@@ -17,10 +17,10 @@ from coder_plugin.data.scenes import open_scenes
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.report import beside, sections
-from coder_plugin.report.beside import Opened
+from coder_plugin.report import compare, sections
 from coder_plugin.report.charts import Html
 from coder_plugin.report.compare import compare_runs
+from coder_plugin.report.sections import Evaluated
 from coder_plugin.training.loop import Trainer
 from tests.report.browser import assert_readable
 from tests.report.test_report_page import rows_of, section
@@ -65,7 +65,7 @@ def test_the_command_shows_base_beside_model(runs: list[str], browser: str, tmp_
 
 
 def test_models_are_not_opened_unless_it_is_said(runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(beside, "open_runs", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(compare, "open_runs", lambda *_, **__: 1 // 0)
     assert 'id="map"' not in compare_runs(runs).read_text(encoding="utf-8")
     assert main(["report", *runs, "--val-data", "x.csv"]) == 2
     assert "leave out --val-data, or add --images N to open their models" in capsys.readouterr().err
@@ -74,19 +74,19 @@ def test_models_are_not_opened_unless_it_is_said(runs: list[str], monkeypatch: p
 
 
 def test_runs_of_other_data_are_refused(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = beside.open_run
+    opened = compare.open_run
     counts = iter((IMAGES, IMAGES - 1))
 
     def other(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setitem(scenes.DEFAULT_COUNTS, "val", next(counts))
         return opened(*arguments, **options)
 
-    monkeypatch.setattr(beside, "open_run", other)
+    monkeypatch.setattr(compare, "open_run", other)
     with pytest.raises(CoderError, match="1 base and 2 model read different data: name one for both with --val-data"):
         compare_runs(runs, images=1)
 
 
-def made(name: str, i2t: list[int], t2i: list[int]) -> Opened:
+def made(name: str, i2t: list[int], t2i: list[int]) -> Evaluated:
     """Four scenes with two captions each, random vectors, and ranks from 1."""
     items = [replace(item, captions=item.captions[:2]) for _, item in ItemSource(open_scenes("val", count=4)).items()]
     generator = torch.Generator().manual_seed(len(name))
@@ -96,14 +96,14 @@ def made(name: str, i2t: list[int], t2i: list[int]) -> Opened:
         captions=[caption for item in items for caption in item.captions],
     )  # fmt: skip
     ranks = {"i2t_ranks": torch.tensor(i2t) - 1, "t2i_ranks": torch.tensor(t2i) - 1, "depth": None}
-    return Opened(name, encoded, ItemSource(items), None, ranks)
+    return Evaluated(name, encoded, ItemSource(items), None, ranks)
 
 
 def test_queries_are_chosen_by_the_ratio_of_their_ranks() -> None:
     """400 to 100 is as much as 4 to 1, more than 300 to 100 and less than 9 to 1; one caption of an image is shown."""
     first = made("one", [4, 300, 400, 7], [9, 9, 1, 1, 2, 5, 3, 3])
     last = made("two", [1, 100, 100, 7], [1, 1, 3, 2, 2, 5, 2, 2])
-    blocks = beside.queries([first, last], 2)[1:]
+    blocks = compare.queries([first, last], 2)[1:]
     shown: dict[str, list[Any]] = {}
     for block in blocks:
         if "heading" in block:
@@ -117,7 +117,7 @@ def test_queries_are_chosen_by_the_ratio_of_their_ranks() -> None:
         "Image to text, better in two than in one": [captions[0]] * 2 + [captions[4]] * 2,
     }
     with pytest.raises(CoderError, match="every query has the same rank in one and in one"):
-        beside.queries([first, first], 2)
+        compare.queries([first, first], 2)
 
 
 @pytest.mark.parametrize(("count", "images", "captions"), [(3, 3, 6), (1000, 4, 8)])

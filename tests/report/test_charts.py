@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from coder_plugin.errors import CoderError
 from coder_plugin.report import charts
 from coder_plugin.report.charts import Series, histogram, lines
 
@@ -18,7 +17,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes of the charts that a test draws."""
     figures: list[Any] = []
     make = charts.new_figure
-    monkeypatch.setattr(charts, "new_figure", lambda *size, **layout: figures.append(make(*size, **layout)) or figures[-1])
+    monkeypatch.setattr(charts, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
     return figures
 
 
@@ -53,17 +52,11 @@ def test_hard_numbers_are_drawn(y: list[float]) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_histogram_counts_everything_once(drawn: list[Any]) -> None:
-    histogram({"a": [0.0, 1.0, 1.0, 2.0], "b": [1.5]}, x_label="norm")
-    histogram({"a": [3, 3, 4, 90]}, x_label="steps", integers=True)
-    histogram({"a": [1.0, 1.0 + 1e-7, float("nan")]}, x_label="norm")
-    counts = [[patch.get_data().values.tolist() for patch in figure.axes[0].patches] for figure in drawn]
-    assert [[sum(each) for each in group] for group in counts] == [[4, 1], [4], [2]]
-    assert counts[1][0][:2] == [3, 0] and drawn[1].axes[0].patches[0].get_data().edges[:2].tolist() == [2.5, 5.5]
-    with pytest.raises(CoderError, match="norm: none of the numbers is finite"):
-        histogram({"a": [float("nan")]}, x_label="norm")
-    low, high = drawn[2].axes[0].get_xlim()
-    assert high - low > 0.01  # rounding is no spread
-    assert not {"0.5", "0.50", "0.25"} & {*texts(histogram({"a": [0, 0]}, x_label="steps", integers=True))}
+    histogram([3, 3, 4, 90], x_label="steps")
+    [patch] = drawn[0].axes[0].patches
+    assert sum(patch.get_data().values) == 4 and patch.get_data().values.tolist()[:2] == [3, 0]
+    assert patch.get_data().edges[:2].tolist() == [2.5, 5.5]
+    assert not {"0.5", "0.50", "0.25"} & {*texts(histogram([0, 0], x_label="steps"))}
 
 
 def test_texts_are_escaped_and_never_mathematics() -> None:

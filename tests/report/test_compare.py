@@ -184,7 +184,7 @@ def test_a_browser_shows_the_page(runs: list[Path], browser: str, tmp_path: Path
 def test_a_table_that_is_cut_shows_it(browser: str, tmp_path: Path) -> None:
     """With a word and shadows at its edges; a table that fits has neither."""
     cells = "".join(f"<td>column {n}</td>" for n in range(40))
-    page = render("search.html", name="x", sizes="", model="", objective="", queries=[])
+    page = render("base.html")
     tables = "".join(f'<div class="wrap"><table><tr>{row}</tr></table></div>' for row in (cells, "<td>a</td>"))
     [found] = look(browser, page.replace("</main>", f"{tables}</main>"), tmp_path, 390)
     assert len(found["cut_tables"]) == 1 and found["scrolled"] == 390

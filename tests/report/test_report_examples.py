@@ -115,7 +115,7 @@ def test_maps_pair_images_with_their_first_captions(monkeypatch: Any) -> None:
     placed: list[Any] = []
     monkeypatch.setattr(sections, "_PAIRS", 12)
     monkeypatch.setattr(sections, "tsne", lambda vectors: placed.append(vectors) or vectors[:, :2])
-    [block] = sections.vector_map(sections.Evaluated(None, None, encoded, ""))  # type: ignore[arg-type]
+    [block] = sections.vector_map(sections.Evaluated("", encoded, None, None, {}))
     assert "12 images" in block["figures"][0].note and "<svg" in block["figures"][0].chart
     chosen = [0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29]
     torch.testing.assert_close(torch.from_numpy(placed[0][12:]), texts[0::2][chosen])
@@ -123,7 +123,7 @@ def test_maps_pair_images_with_their_first_captions(monkeypatch: Any) -> None:
     torch.testing.assert_close(torch.from_numpy(placed[0][:12]), images[chosen, best])
     one = encoded._replace(images=images[:1], texts=texts[:1], image_of_text=torch.tensor([0]))
     with pytest.raises(CoderError, match="two images or more"):
-        sections.vector_map(sections.Evaluated(None, None, one, ""))  # type: ignore[arg-type]
+        sections.vector_map(sections.Evaluated("", one, None, None, {}))  # type: ignore[arg-type]
 
 
 def test_small_pictures_are_small() -> None:

@@ -19,8 +19,8 @@ from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import Scores
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
-from coder_plugin.evaluation.rerank import MatrixScores
 from coder_plugin.pretrained.encode import Items
 from coder_plugin.report.run import write_report
 from coder_plugin.training.loop import Trainer
@@ -147,7 +147,7 @@ class Minus(torch.nn.Module):
     """A head that orders a shortlist the other way round."""
 
     def scorer(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> Any:
-        return MatrixScores(-images["x"] @ texts["x"].T)
+        return Scores(images["x"], texts["x"], -images["x"] @ texts["x"].T)
 
 
 def test_scores_of_two_kinds_are_told_apart(
@@ -248,7 +248,7 @@ def test_a_plan_of_another_kind_ends_no_report(made: dict[str, Any], tmp_path: P
     (tmp_path / "metrics.jsonl").write_text('{"step": 5, "val/i2t_r1": 1.0}\n' + huge)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert tuple(re.findall(r'<section id="(\w+)"', text)) == SECTIONS
-    assert "Commands" in text and "<svg" in section(text, "curves")
+    assert "options</summary>" in section(text, "run") and "<svg" in section(text, "curves")
     head = html.unescape(text.split("<nav")[0])
     for name in {"batch", "heads", "training data", "versions", "parameters", "ranks"} & change.keys():
         assert re.search(f"plan.json: its '{name}' is not (an object|a number)", head)

@@ -14,63 +14,46 @@ from tests.report.browser import assert_readable
 KEY = "photos/holiday_in_the_mountains/IMG_20260714_181502-edited_version.final.jpeg"
 
 
+PICTURE = data_uri(Image.new("RGB", (64, 48), "red"))
+
+
 def page(**changes: Any) -> str:
-    picture = data_uri(Image.new("RGB", (64, 48), "red"))
-    hits = [
+    """A query of pictures, one by a picture among texts, an image with captions and negatives, a group with one to keep."""
+    cards = [
         {
-            "place": KEY,
+            "name": KEY,
             "link": f"file:///{KEY}" if number % 2 else None,
-            "caption": "a caption of some words " * 3,
-            "score": "0.300",
-            "picture": None if number % 3 else picture,
+            "text": "a caption of some words " * 3,
+            "rank": number + 1,
+            "score": "0.300, similarity 0.500",
+            "picture": None if number % 3 else PICTURE,
+            "kept": False,
         }
         for number in range(7)
     ]
-    queries = [
-        {"name": "a red circle", "picture": None, "texts": False, "hits": hits},
-        {"name": f"/somewhere/{KEY}", "picture": picture, "texts": True, "hits": hits},
+    kept = [{**card, "kept": not number, "link": None} for number, card in enumerate(cards)]
+    boxes = [
+        {"title": "a red circle", "pictures": True, "cards": cards, "note": ""},
+        {"title": f"/somewhere/{KEY}", "picture": PICTURE, "pictures": False, "cards": cards, "note": ""},
+        {"title": "a", "picture": None, "texts": ["a dog", "long " * 40], "pictures": True, "cards": [], "note": "none"},
+        {"title": "1,007 images", "pictures": True, "cards": kept, "note": "and 1,000 more"},
     ]
-    values = {"name": "index", "sizes": "7 images", "model": "run", "objective": "dcl", "queries": queries}
-    return render("search.html", **{**values, **changes})
-
-
-def pictures(browser: str, text: str, folder: Path) -> list[int]:
-    """How many a phone shows, and a wide screen."""
-    return [found["pictures"] for found in assert_readable(browser, text, folder, 390, 1280)]
+    values = {"name": "index", "sizes": "7 images", "model": "run", "objective": "dcl", "boxes": boxes}
+    values |= {"title": "Search of", "intro": ["2 groups. " * 9], "contents": True, "more": "and 3 more groups"}
+    return render("cards.html", **{**values, **changes})
 
 
 def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
-    assert pictures(browser, page(), tmp_path) == [4, 4]
-
-
-def test_a_browser_shows_negatives(browser: str, tmp_path: Path) -> None:
-    picture = data_uri(Image.new("RGB", (64, 48), "red"))
-    numbers = {"score": "0.300", "similarity": "0.500", "rank": 12}
-    negatives = [
-        {"key": KEY, "text": "a caption " * 6, "picture": picture if number else None, **numbers} for number in range(7)
-    ]
-    image = {"key": f"/somewhere/{KEY}", "captions": ["a dog", "a cat"], "positive": "a long caption " * 9, "score": "0.3"}
-    images = [{**image, "picture": picture, "negatives": negatives}, {**image, "picture": None, "negatives": []}]
-    shown = render("negatives.html", name="index", sizes="7 images", model="run", objective="dcl", images=images)
-    assert pictures(browser, shown, tmp_path) == [7, 7]
-    assert shown.count("no caption passes") == 1
-
-
-def test_a_browser_shows_near_duplicates(browser: str, tmp_path: Path) -> None:
-    picture = data_uri(Image.new("RGB", (64, 48), "red"))
-    images = [{"key": KEY, "picture": picture if number % 3 else None, "similarity": "0.9876"} for number in range(7)]
-    groups = [{"size": "7", "more": 0, "images": images}, {"size": "1,007", "more": 1000, "images": images}]
-    values = {"name": "index", "sizes": "7 images", "model": "run", "objective": "dcl", "summary": "2 groups. " * 9, "more": 3}
-    assert pictures(browser, render("duplicates.html", groups=groups, **values), tmp_path) == [8, 8]
+    assert [found["pictures"] for found in assert_readable(browser, page(), tmp_path, 390, 1280)] == [3 + 1 + 3] * 2
 
 
 def test_names_break_at_their_parts_and_are_text() -> None:
     text = page()
     broken = "IMG_<wbr>20260714_<wbr>181502-<wbr>edited_<wbr>version<wbr>.final<wbr>.jpeg"
-    assert text.count(f"photos/<wbr>holiday_<wbr>in_<wbr>the_<wbr>mountains/<wbr>{broken}") == 4 + 7 + 7 + 1
+    assert text.count(f"photos/<wbr>holiday_<wbr>in_<wbr>the_<wbr>mountains/<wbr>{broken}") == 4 + 7 + 7 + 1 + 4 + 7
     links = 3 * 2 + 3  # three of the hits are linked: the picture and the name of the first query, the name of the second
     assert text.count(f'<a href="file:///{KEY}" rel="noreferrer">') == links
-    assert html.unescape(text.replace("<wbr>", "")).count(KEY) == 19 + links
+    assert html.unescape(text.replace("<wbr>", "")).count(KEY) == 31 + links  # the query picture has its name
     evil = '<script>/alert_(1)</script>"\'&'
     assert "<script" not in breakable(evil) and html.unescape(breakable(evil).replace("<wbr>", "")) == evil
     assert breakable("torch 2.9.1, x-y", 20) == "torch 2.9.1, x-y"

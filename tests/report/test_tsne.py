@@ -15,8 +15,9 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.report import Aligner, Points, collect_points, measure_points, plot_tsne
 from coder_plugin.report import tsne as module
+from coder_plugin.report.alignment import Aligner
+from coder_plugin.report.tsne import Points, collect_points, measure_points, plot_tsne
 from tests.training import region_data
 
 RECORDS = list(region_data.records("dev"))

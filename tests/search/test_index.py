@@ -67,7 +67,7 @@ def test_embeddings_are_linked_and_another_factory_builds_again(tmp_path: Path) 
     first = build_index(tmp_path / "index", tmp_path / "e", rerank=False)
     assert (tmp_path / "index" / "embeddings" / "00000000.parquet").samefile(tmp_path / "e" / "00000000.parquet")
     assert build_index(tmp_path / "index", tmp_path / "e", rerank=False) == first  # nothing to do
-    with pytest.raises(CoderError, match="needs at least 4,096 vectors"):
+    with pytest.raises(CoderError, match="IVF4096,Flat of 60 vectors"):
         build_index(tmp_path / "index", tmp_path / "e", factory="IVF4096,Flat")
     assert Index(tmp_path / "index").note == first
     build_index(tmp_path / "index", tmp_path / "e", factory="HNSW16", what="images")
@@ -138,6 +138,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     flags = ["--data", str(tmp_path / "new"), "--workers", "0"]
     assert main(["index", "add", index, *flags]) == 2
     assert "has 1 of these images already (the first: '000.png'): --replace" in capsys.readouterr().err
+    assert not (tmp_path / "index" / "adding").exists()  # nothing was encoded for it
     assert main(["index", "add", index, *flags, "--replace"]) == 0
     assert "8 images and 0 captions added; 1 of the same keys were removed" in capsys.readouterr().out
     assert not (tmp_path / "index" / "adding").exists() and len(Index(index).table) == 13
@@ -225,7 +226,7 @@ def test_foreign_and_unfinished_folders(tmp_path: Path) -> None:
         build_index(tmp_path / "notes", tmp_path / "e")
     with pytest.raises(CoderError, match="notes is not an index: it has no index.json"):
         Index(tmp_path / "notes")
-    with pytest.raises(CoderError, match="needs at least"):
+    with pytest.raises(CoderError, match="with fewer lists, HNSW32 or Flat"):
         build_index(tmp_path / "begun", tmp_path / "e", factory="IVF4096,Flat")
     with pytest.raises(CoderError, match="holds no index yet: its command was stopped, run it again"):
         Index(tmp_path / "begun")

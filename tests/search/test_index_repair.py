@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from coder_plugin.errors import CoderError
 from coder_plugin.search.build import add, build_index, remove
 from coder_plugin.search.index import NOTE, Index
+from coder_plugin.search.parquet import read_header, write_tables
 from tests.search.made import embed
 
 
@@ -71,11 +74,23 @@ def test_a_model_that_a_note_names_is_not_fetched(tmp_path: Path) -> None:
         add(folder, {"data": "scenes"})
 
 
-def test_results_of_filters_are_not_kept_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coder_plugin.search.records._BYTES", 5000)
+@pytest.mark.parametrize("factory", ["Flat", "HNSW16"])
+def test_vectors_that_are_not_those_of_the_captions_are_refused(factory: str, tmp_path: Path) -> None:
+    embed(tmp_path / "e")
+    path = tmp_path / "e" / "00000000.parquet"
+    table, header = pq.read_table(path), read_header(path)
+    vectors = [each[:1] for each in table.column("text_vectors").to_pylist()]
+    number = table.schema.get_field_index("text_vectors")
+    fewer = table.set_column(number, table.schema.field(number), pa.array(vectors, table.schema.field(number).type))
+    write_tables(path, table.schema, header, [fewer])
+    with pytest.raises(CoderError, match=r"has \d+ vectors of captions, not 57: embed the data again"):
+        build_index(tmp_path / "index", tmp_path / "e", factory=factory)
+
+
+def test_results_of_filters_are_not_kept_without_bound(tmp_path: Path) -> None:
     embed(tmp_path / "e")
     build_index(tmp_path / "index", tmp_path / "e")
     records = Index(tmp_path / "index").records
     for number in range(20):
         assert len(records.where(f"width = {-number - 1}")) == 0
-    assert 1 <= len(records._filters) < 6
+    assert records._filtered.cache_info().currsize == 8

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
-from coder_plugin.search import mine, miner, mining_options
+from coder_plugin.search import mine, mining_options
 from coder_plugin.search.index import Index
-from coder_plugin.search.mine import mine_negatives
-from coder_plugin.search.miner import Miner
+from coder_plugin.search.mine import Miner, mine_negatives
 from coder_plugin.search.mining_options import MiningOptions
 from coder_plugin.search.vectors import Vectors
 from tests.search.made import plant
@@ -43,7 +42,7 @@ def reference(index: Index, options: MiningOptions) -> tuple[list[tuple[Any, ...
     captions = index.vectors["captions"].gather(range(total))[:, 0].astype(np.float64)
     listed, image_rows = index.records.captions(range(total)), index.records.images(range(count))
     owner_ids = [image_rows[each.image].image_id for each in listed]
-    rows, dropped = [], Counter({name: 0 for name in miner.FILTERS})
+    rows, dropped = [], Counter({name: 0 for name in mine.FILTERS})
     for image in image_rows:
         own = [row for row in range(total) if owner_ids[row] == image.image_id]
         if not own:
@@ -205,9 +204,8 @@ def test_blocks_are_the_whole_and_two_runs_the_same_bytes(tmp_path: Path, monkey
 
     monkeypatch.setattr(Vectors, "search", search)
     monkeypatch.setattr(mine, "BLOCK", 16)
-    monkeypatch.setattr(miner, "RESULTS", 400)
-    monkeypatch.setattr(miner, "_OWN", 3)
-    monkeypatch.setattr(miner, "_CHUNK", 11)
+    monkeypatch.setattr(mine, "RESULTS", 400)
+    monkeypatch.setattr(mine, "_CHUNK", 11)
     assert mine_negatives(index, tmp_path / "blocks.tsv", **options) == whole
     assert len(asked) > 10 and max(asked) <= 400
     first, *others = [(tmp_path / f"{name}.tsv").read_bytes() for name in ("whole", "again", "blocks")]
@@ -259,7 +257,7 @@ def test_an_index_without_captions_is_refused(index: Index) -> None:
         Miner(index, MiningOptions())
 
 
-@pytest.mark.parametrize("module", [mine, miner, mining_options], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [mine, mining_options], ids=lambda module: module.__name__)
 def test_the_examples_run(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert tried and not failed

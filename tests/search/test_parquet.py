@@ -15,7 +15,7 @@ import pytest
 
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.search.parquet import Rows, Table, read_npy, schema_of, write_file
+from coder_plugin.search.parquet import Rows, Table, read_header, read_npy, schema_of, write_file
 from tests.search.made import embed
 
 HEADER: dict[str, Any] = {"model": {"fingerprint": "f"}, "plan": {}, "units": 1, "unit": 0, "bad": []}
@@ -58,6 +58,9 @@ def test_others_read_it(tmp_path: Path) -> None:
     vectors = embed(tmp_path, units=2)
     noted = json.loads(pq.read_schema(tmp_path / "00000000.parquet").metadata[b"coder_plugin"])
     assert noted["model"]["fingerprint"] == "f" * 64
+    header = read_header(tmp_path / "00000000.parquet")
+    [counts] = duckdb.sql(f"SELECT count(*), sum(len(captions)) FROM '{tmp_path}/00000000.parquet'").fetchall()
+    assert (header["rows"], header["captions"]) == counts
     named = f"'{tmp_path}/*.parquet'"
     assert duckdb.sql(f"SELECT count(*), max(width) FROM {named} WHERE source = 'coco'").fetchall() == [(20, 1900)]
     [(vector,)] = duckdb.sql(f"SELECT image_vector FROM {named} WHERE key = 'a-1-7'").fetchall()

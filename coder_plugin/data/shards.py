@@ -27,7 +27,7 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote, is_command
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import Numbered, check_captions, check_negatives
+from coder_plugin.data.source import Source, check_captions, check_negatives
 from coder_plugin.data.streams import Stream
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, read_sample, scan, scan_all, state_of
@@ -161,7 +161,7 @@ class ShardSource:
         return [line.strip() for line in lines]
 
 
-class LocalShards(ShardSource, Numbered):
+class LocalShards(ShardSource, Source):
     """Tar files on this machine: any sample at any time, at places that are found from headers alone.
 
     Raises:

@@ -15,7 +15,6 @@ from coder_plugin.data import open_source, reader_options
 from coder_plugin.data.bad_samples import BadSample, describe, nothing_to_read
 from coder_plugin.data.decode import from_picture
 from coder_plugin.data.from_config import make_source, reading_options
-from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import open_csv, open_karpathy
@@ -50,11 +49,6 @@ def fault(call, *args, **options) -> str:
         call(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def source(number: int = 23, captions: int = 3) -> ItemSource:
-    texts = [tuple(f"{i}-{k}" for k in range(captions)) for i in range(number)]
-    return ItemSource([Item(f"k{i}", texts[i], Image.Image) for i in range(number)], name="made")
 
 
 def dealt(data: ItemSource, *, epoch: int = 0, captions: str = "draw", **options) -> list[str]:
@@ -183,16 +177,6 @@ def test_karpathy_faults(tmp_path, changes, words):
         (item,) = (item for _, item in data.items() if item.fault is not None)
         message = f"{data.name} {item.key!r} images[0] {item.fault}"
     assert all(word in message for word in [spec, *words]), message
-
-
-# how an epoch is dealt
-
-
-def test_evaluation_order():
-    data = source(10)
-    assert [index for index, _ in data.items()] == list(range(10))
-    parts = [[index for index, _ in data.items(rank, 2, block=3)] for rank in range(2)]
-    assert parts == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
 
 
 # opening by name

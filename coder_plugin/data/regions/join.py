@@ -73,23 +73,16 @@ class RegionSource:
                 raise CoderError(f"{self.name}: {text}; {hint}")
             log.warning("%s: %s: they are left out", self.name, text)
 
-    @property
-    def num_images(self) -> int | None:
-        return self.captions.num_images
-
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        return self.captions.samples(captions, num_samples)
-
-    @property
-    def groups(self) -> Sequence[int]:
-        return self.captions.groups
-
-    @property
-    def caption_counts(self) -> Sequence[int]:
-        return self.captions.caption_counts
+    def __getattr__(self, name: str) -> Any:
+        if name == "captions":  # not set yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.captions, name)  # numbers, order and samples of the epoch
 
     def item(self, index: int) -> Item:
         return self.with_regions(self.captions.item(index))
+
+    def items(self, *part: int) -> Iterator[tuple[int, Item]]:
+        return ((index, self.with_regions(item)) for index, item in self.captions.items(*part))
 
     def part(self, part: int, parts: int, **order: Any) -> Iterator[Item]:
         """As of a :class:`~coder_plugin.data.streams.Stream`, where the captions are one."""
@@ -98,10 +91,6 @@ class RegionSource:
     def digest(self) -> dict[str, Any]:
         files = getattr(self.regions, "files", ())
         return {**self.captions.digest(), "regions": [file_state(path) for path in files]}
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        for index, item in self.captions.items(rank, world_size, block=block):
-            yield index, self.with_regions(item)
 
     def with_regions(self, item: Item) -> Item:
         """The item with its regions as image; a bad sample as it is."""

@@ -57,7 +57,7 @@ class Source:
 
     def items(self) -> Iterator[tuple[int, Item]]:
         """Every image once, with its position in the data set, ascending; pictures are read when they are loaded."""
-        return ((index, self.item(index)) for index in range(self.num_images))
+        yield from ((index, self.item(index)) for index in range(self.num_images))
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
         """Samples of an epoch over all ranks; ``num_samples`` is the user's option, the most that are used."""
@@ -124,7 +124,7 @@ class ItemSource(Source):
             names.update(repr(item.key).encode())
             texts.update(repr((item.captions, item.negatives, str(item.fault))).encode())
             if number % every == 0:
-                files.update(repr(_state(item.paths)).encode())
+                files.update(repr(next(filter(None, map(file_state, item.paths)), None)).encode())
         return {
             "images": len(self._items), "names": names.hexdigest(), "captions": texts.hexdigest(), "files": files.hexdigest()
         }
@@ -132,11 +132,6 @@ class ItemSource(Source):
 
 #: Most files whose size and time are looked up; of more, evenly spaced ones.
 MOST_FILES = 100_000
-
-
-def _state(paths: Sequence[str]) -> tuple[int, int] | None:
-    """Size and time of a picture's file, the first of ``paths`` that exists."""
-    return next((state for path in paths if (state := file_state(path)) is not None), None)
 
 
 def file_state(path: str) -> tuple[int, int] | None:

@@ -110,22 +110,10 @@ def captions(spec: str, **options: Any) -> list[tuple[str, ...]]:
     return [item.captions for _, item in open_shards(spec, **options).items()]
 
 
-def test_captions_under_another_key_as_list_or_text(tmp_path):
-    shard = caption_shard(tmp_path / "s.tar", {"texts": ["a", "b"], "captions": ["c"]}, {"texts": "one, two"})
-    assert captions(shard, caption_key="texts") == [("a", "b"), ("one, two",)]
+def test_captions_as_list_or_text(tmp_path):
+    shard = caption_shard(tmp_path / "s.tar", {"captions": ["c"]}, {"texts": "one, two"})
     assert captions(shard) == [("c",), ("caption 1",)]
     assert captions(caption_shard(tmp_path / "t.tar", {"captions": "text"})) == [("text",)]
-
-
-@pytest.mark.parametrize("content", [{"captoin": "x"}, {"caption": None, "captoin": 1}])
-def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, content):
-    shard = caption_shard(tmp_path / "s.tar", {"caption": "x"}, content)
-    items = [item for _, item in open_shards(shard, caption_key="caption").items()]
-    assert items[0].fault is None and items[1].key == "s/0001"
-    assert all(word in str(items[1].fault) for word in ["'caption'", "'captoin'", "caption_key"])
-    assert "not a list" in fault_of(caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
-    bare = write_tar(tmp_path / "u.tar", [sample(1)])
-    assert "its keys are: none" in fault_of(bare, caption_key="caption")
 
 
 def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
@@ -191,7 +179,6 @@ def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path)
     (tmp_path / "set [1]/nshards.txt").write_text("1")  # the split's own note comes first
     assert captions(folder, split="test") == found
     assert open_source(folder, split="train").samples("all") == 22
-    assert captions(folder, split="test", newline_captions=False)[0] == ("test 0 a\ntest 0 b",)
 
 
 # reading
@@ -247,9 +234,6 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     (tmp_path / "sizes.json").write_text(json.dumps({f"s{n}.tar": 10 - 20 * (n == 3) for n in range(5)}))
     assert again().num_images == 43  # no number of samples is negative
     (tmp_path / "sizes.json").unlink()
-    (tmp_path / "__len__").write_text("41")
-    assert again().num_images == 41
-    (tmp_path / "__len__").unlink()
     assert again().num_images == 43
     (tmp_path / "sizes.json").write_text("[]")
     assert "sizes.json" in fault(lambda: again().num_images)

@@ -83,7 +83,6 @@ def test_karpathy_splits_restval_and_folders(tmp_path):
     picture(tmp_path / "images/val/1.png")
     spec = karpathy(tmp_path)
     assert [item.key for _, item in open_karpathy(spec).items()] == ["0.png", "val/1.png"]
-    assert [item.key for _, item in open_karpathy(spec, restval=False).items()] == ["0.png"]
     assert [item.key for _, item in open_karpathy(spec, split="val").items()] == ["2.png"]
     item = [item for _, item in open_karpathy(spec).items()][1]
     assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)

@@ -82,7 +82,7 @@ class RegionSource:
         return self.with_regions(self.captions.item(index))
 
     def items(self, *part: int) -> Iterator[tuple[int, Item]]:
-        return ((index, self.with_regions(item)) for index, item in self.captions.items(*part))
+        yield from ((index, self.with_regions(item)) for index, item in self.captions.items(*part))
 
     def part(self, part: int, parts: int, **order: Any) -> Iterator[Item]:
         """As of a :class:`~coder_plugin.data.streams.Stream`, where the captions are one."""

@@ -74,37 +74,29 @@ class ShardFile(Mapping[str, Regions]):
         return len(self._places)
 
     def _index(self, shard: str) -> None:
-        from coder_plugin.data.tar_index import Place, state_of
-        from coder_plugin.data.tars import Files, open_tar, samples_of
+        from coder_plugin.data.tar_index import samples
+        from coder_plugin.data.tars import Files
 
-        changed = state_of(shard)[2]
-        with open_tar(shard) as tar:
-
-            def read(field: str, member: tarfile.TarInfo) -> Any:
-                if field == "json":
-                    return tar.extractfile(member).read()  # type: ignore[union-attr]
-                return Place(shard, member.offset_data, member.size, changed)
-
-            files = Files()
-            for sample in samples_of(tar, files, read):
-                name, captions = sample.key, tuple[str, ...]()
-                regions, note = (sample.contents.get(field) for field in ("npz", "json"))
-                try:
-                    if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
-                        raise fault
-                    if note is not None:
-                        name, captions = _metadata(sample.key, note)
-                    if regions is None:
-                        raise BadSample("regions", "it has no regions (field npz)")
-                except BadSample as fault:
-                    self.damaged[name] = f"{shard}: sample {sample.key!r}: {fault}"
-                    continue
-                if name in self._places:
-                    other = self._places[name].shard
-                    raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
-                self._places[name] = regions
-                if captions:
-                    self.captions[name] = captions
+        files = Files()
+        for sample in samples(shard, files):
+            name, captions = sample.key, tuple[str, ...]()
+            regions, note = (sample.contents.get(field) for field in ("npz", "json"))
+            try:
+                if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
+                    raise fault
+                if note is not None:
+                    name, captions = _metadata(sample.key, note)
+                if regions is None:
+                    raise BadSample("regions", "it has no regions (field npz)")
+            except BadSample as fault:
+                self.damaged[name] = f"{shard}: sample {sample.key!r}: {fault}"
+                continue
+            if name in self._places:
+                other = self._places[name].shard
+                raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
+            self._places[name] = regions
+            if captions:
+                self.captions[name] = captions
         if files.lose_samples:
             log.warning("%s: files that are not read: %s", shard, files)
 

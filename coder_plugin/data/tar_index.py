@@ -75,13 +75,11 @@ def scan(shard: str) -> TarIndex:
     """
     files, starts, keys, apart, end = Files(), array("Q"), set[str](), "", 0
     changed = state_of(shard)[2]
-    with open_tar(shard) as tar:
-        for sample in samples_of(tar, files, lambda *_: None):
-            files.add_sample(sample)
-            apart = apart or (sample.key if sample.key in keys else "")
-            keys.add(sample.key)
-            starts.append(sample.start)
-            end = sample.end
+    for sample in samples(shard, files, texts=False):
+        apart = apart or (sample.key if sample.key in keys else "")
+        keys.add(sample.key)
+        starts.append(sample.start)
+        end = sample.end
     starts.append(end)
     return TarIndex(np.array(starts, np.uint64), changed, apart, files)
 
@@ -217,15 +215,15 @@ class Place:
         return content
 
 
-def samples(shard: str, files: Files) -> Iterator[Sample]:
-    """The samples of a local shard in order, of which only texts are read; the content of an image is a :class:`Place`.
+def samples(shard: str, files: Files, *, texts: bool = True) -> Iterator[Sample]:
+    """The samples of a local shard in order, of which at most texts are read; the content of an image is a :class:`Place`.
 
     Raises:
         CoderError: the tar file is damaged.
     """
     changed = state_of(shard)[2]
     with open_tar(shard) as tar:
-        for sample in samples_of(tar, files, partial(_content, tar, shard, changed)):
+        for sample in samples_of(tar, files, partial(_content, tar if texts else None, shard, changed)):
             files.add_sample(sample)
             yield sample
 
@@ -251,4 +249,4 @@ def read_sample(shard: str, index: TarIndex, number: int) -> Sample:
 def _content(tar: Any, shard: str, changed: int, name: str, member: tarfile.TarInfo) -> Any:
     if name in IMAGE_FIELDS:
         return Place(shard, member.offset_data, member.size, changed)
-    return tar.extractfile(member).read()
+    return None if tar is None else tar.extractfile(member).read()

@@ -15,17 +15,16 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from PIL.Image import Image, Resampling
 from torch.utils.data import default_collate
 
 from coder_plugin.data.bad_samples import Bad, BadSample
-from coder_plugin.data.item import Item
+from coder_plugin.data.item import Item, without_image
 from coder_plugin.data.loader import load
 from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.shard_lists import recorded_size
@@ -334,7 +333,7 @@ class Slices:
         with preserved_rng():
             for number, picture, image in transformed(items, transform, block.bad):
                 item = items[number]
-                block.items.append(replace(item, load=_not_loaded))
+                block.items.append(without_image(item))
                 images.append(image)
                 if thumbnails and not isinstance(picture, Image) and self.pictures is not None:
                     picture = self._picture(requested[number], item.key)
@@ -359,10 +358,6 @@ class Block(NamedTuple):
     image: Any  # tensor [b, ...] or a dict of them
     thumbnails: list[bytes]  # b JPEG files, empty where there is none
     bad: list[Bad]
-
-
-def _not_loaded() -> NoReturn:
-    raise OSError("the image was left out of its block")
 
 
 def thumbnail(image: Image, *, side: int) -> bytes:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from coder_plugin.data.bad_samples import BadSample, allowed
-from coder_plugin.data.item import Item
+from coder_plugin.data.item import Item, without_image
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
 from coder_plugin.data.source import ItemSource, Source, file_state
 from coder_plugin.errors import CoderError
@@ -169,11 +169,6 @@ def _candidates(item: Item) -> Iterator[tuple[Rule, str]]:
         for derivation, derived in enumerate(names_of(name) if name else ()):
             if derived is not None:
                 yield Rule(derivation, number), derived
-
-
-def without_image(item: Item) -> Item:
-    """The item without its picture, whose bytes items of shards hold in memory."""
-    return replace(item, load=partial(_no_regions, item.key))
 
 
 def examples(names: Sequence[str]) -> str:

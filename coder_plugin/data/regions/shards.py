@@ -105,8 +105,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
     """Write ``records`` as shards of a split into the folder ``path``; returns their number.
 
     Raises:
-        CoderError: ``path`` names tar files instead of a folder or already has the split, there are no records, or a name
-            occurs twice.
+        CoderError: ``path`` names tar files instead of a folder or already has the split, or there are no records.
     """
     if _is_pattern(path):
         raise CoderError(
@@ -118,7 +117,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
         )
     sizes: dict[str, int] = {}
     with staged_split(path, split) as temporary:
-        remaining = _each_once(path, records)
+        remaining = iter(records)
         for first in remaining:
             name = f"{split}-{len(sizes):06d}.tar"
             sizes[name] = write_shard(os.path.join(temporary, name), chain([first], islice(remaining, shard_size - 1)))
@@ -208,15 +207,6 @@ def _metadata(stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BadSample("caption", "'captions' in its json field is not a list of texts")
     return str(stem if metadata.get("image_id") is None else metadata["image_id"]), tuple(captions)
-
-
-def _each_once(path: str, records: Iterable[Record]) -> Iterator[Record]:
-    names: set[str] = set()
-    for record in records:
-        if record.name in names:
-            raise CoderError(f"{path}: image {record.name!r} occurs twice")
-        names.add(record.name)
-        yield record
 
 
 SHARDS = RegionFormat(open=ShardFile, write=write, matches=matches, splits=splits)

@@ -26,7 +26,8 @@ import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
-from coder_plugin.data.item import Item
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.source import ItemSource
@@ -246,6 +247,9 @@ def test_blocks_of_slices_and_of_shards() -> None:
     pictures = ItemSource([Item(str(n), ("a",), partial(_picture, 0)) for n in range(7)])
     assert len(Slices(pictures, 3)) == 3 and keys(pictures, [2, 1], 1) == [[], ["6"], [], ["3", "4"], ["5"]]
     assert keys(Reader(), [1, 0]) == [[], ["1/0", "1/1"], [], ["0/0", "0/1"]]
+    faulty = ItemSource([bad_item("x", BadSample("caption", "none")), Item("y", ("a",), partial(_picture, 3))])
+    (_, block) = Slices(faulty, 3).blocks([0], None, 2, workers=0)  # captions alone: the broken picture does not matter
+    assert [item.key for item in block.items] == ["y"] and block.bad == [("caption", "x", "none")] and block.image is None
     with pytest.raises(CoderError, match="other: its samples cannot be sent to processes: use --workers 0"):
         keys(Reader(), [0], 1)
     with pytest.raises(CoderError, match="--rows-per-file must be at least 1"):
@@ -263,6 +267,10 @@ def test_thumbnails_of_regions_are_of_their_pictures() -> None:
     assert [item.key for block in blocks for item in block.items] == ["2", "3", "0", "1"] and thumbnails[1] == b""
     reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
     assert reds == pytest.approx([40, 0, 20], abs=3)
+    others = ItemSource([Item(f"{n}", ("a",), partial(_picture, n)) for n in (1, 0)])
+    slices = Slices(RegionSource(pictures, regions), 4, pictures=others)
+    (_, block) = slices.blocks([0], lambda regions: torch.zeros(1), 4, workers=0, thumbnails=8)
+    assert not any(block.thumbnails)  # pictures of other keys in these places, and fewer of them
 
 
 def _picture(number: int) -> Image.Image:

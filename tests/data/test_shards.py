@@ -19,6 +19,7 @@ from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.shard_lists import expand
 from coder_plugin.data.shards import LocalShards, open_shards
 from coder_plugin.data.tar_index import scan
+from coder_plugin.data.units import Slices
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
@@ -235,6 +236,7 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     assert again().num_images == 43  # no number of samples is negative
     (tmp_path / "sizes.json").unlink()
     assert again().num_images == 43
+    assert Slices(again(), 1).num_images is None  # shards are not read for it
     (tmp_path / "sizes.json").write_text("[]")
     assert "sizes.json" in fault(lambda: again().num_images)
 

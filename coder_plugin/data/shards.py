@@ -11,7 +11,7 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -77,7 +77,7 @@ class ShardSource:
         negatives_key, metadata: as of :func:`open_shards`.
     """
 
-    _samples = staticmethod(samples)
+    _samples: Callable[[str, Files], Iterator[Sample]] = staticmethod(samples)
 
     def __init__(self, shards: Sequence[str], name: str, negatives_key: str | None, metadata: Sequence[str]) -> None:
         self.name, self._negatives_key, self._metadata = name, negatives_key, metadata
@@ -115,7 +115,7 @@ class ShardSource:
             for name in ("json", "txt", field):
                 if isinstance(fault := contents.get(name), BadSample):
                     raise fault
-            extra = _metadata(contents.get("json"))
+            extra = read_metadata(contents.get("json"))
             captions = self._captions(contents, extra)
             if apart and not captions:
                 raise BadSample("caption", f"it has no captions{_APART.format(apart)}")
@@ -239,7 +239,7 @@ class ShardStream(ShardSource, Stream):
         return {"files": hashlib.sha256(repr(list(self._labels.values())).encode()).hexdigest()}
 
 
-def _metadata(text: bytes | None) -> dict[str, Any]:
+def read_metadata(text: bytes | None) -> dict[str, Any]:
     """The object in a sample's json field; empty without the field, or where it holds another value."""
     try:
         content = {} if text is None else parse_json(text)

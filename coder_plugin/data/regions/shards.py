@@ -74,6 +74,7 @@ class ShardFile(Mapping[str, Regions]):
         return len(self._places)
 
     def _index(self, shard: str) -> None:
+        from coder_plugin.data.shards import read_metadata
         from coder_plugin.data.tar_index import samples
         from coder_plugin.data.tars import Files
 
@@ -84,8 +85,7 @@ class ShardFile(Mapping[str, Regions]):
             try:
                 if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
                     raise fault
-                if note is not None:
-                    name, captions = _metadata(sample.key, note)
+                name, captions = _named(sample.key, read_metadata(note))
                 if regions is None:
                     raise BadSample("regions", "it has no regions (field npz)")
             except BadSample as fault:
@@ -197,12 +197,7 @@ def _shards(path: str, split: str) -> list[str]:
     return list(map(local_path, shards))
 
 
-def _metadata(stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
-    try:
-        metadata = parse_json(data)
-    except ValueError as exc:
-        raise BadSample("caption", f"its json field is not JSON: {exc}") from exc
-    metadata = metadata if isinstance(metadata, dict) else {}
+def _named(stem: str, metadata: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     captions = metadata.get("captions") or []
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BadSample("caption", "'captions' in its json field is not a list of texts")

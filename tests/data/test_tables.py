@@ -68,6 +68,15 @@ def test_csv_rows_of_one_image_are_one_item_in_order_of_the_rows(tmp_path):
     assert [(item.key, item.captions) for item in items] == [("b.png", ("one", "three")), ("a.png", ("two",))]
 
 
+def test_a_picture_of_a_csv_that_is_missing_is_named_where_it_is_looked_for_first(tmp_path):
+    spec = write_table(tmp_path, [("nowhere/a.png", "one")])
+    (tmp_path / "root").mkdir()
+    for root, place in ((None, "nowhere/a.png"), (str(tmp_path / "root"), str(tmp_path / "root/nowhere/a.png"))):
+        with pytest.raises(FileNotFoundError) as caught:
+            open_csv(spec, image_root=root).item(0).load()
+        assert caught.value.filename == place
+
+
 def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffimage,text,rest\na.png,"a dog, a ""cat""",1\n'.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib
 import inspect
 import os
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ def reader_options(kind: str) -> tuple[str, ...] | None:
     """The options of a reader, which are its keyword-only arguments; None: it takes any.
 
     Example:
-        >>> reader_options("caps")
-        ('captions_per_image',)
+        >>> reader_options("img2dataset")
+        ('metadata',)
     """
     from coder_plugin.registry import load
 
@@ -198,12 +199,6 @@ def _folder_kind(spec: str) -> str:
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch where it is first used."""
-    if name == "ImageTextCollator":
-        from coder_plugin.data.collator import ImageTextCollator
-
-        return ImageTextCollator
-    if name == "to_device":
-        from coder_plugin.data.pixels import to_device
-
-        return to_device
+    if name in (lazy := {"ImageTextCollator": "collator", "to_device": "pixels"}):
+        return getattr(importlib.import_module(f"{__name__}.{lazy[name]}"), name)
     raise AttributeError(f"module 'coder_plugin.data' has no attribute {name!r}")

@@ -83,7 +83,7 @@ def open_coco(spec: str, *, split: str = "train", image_root: str | None = None,
         if captions[number]:
             texts, ids = zip(*captions[number], strict=True)
             ids = other_names(*ids)
-            items.append(Item(name, texts, names=other_names(number), caption_names=ids, **picture_of(root, name)))
+            items.append(Item(name, texts, names=other_names(number), caption_names=ids, **picture_of(name, root)))
     return ItemSource(items, name=spec)
 
 
@@ -104,18 +104,17 @@ def _coco_folder(spec: Path) -> Path:
 # SCAN
 
 
-def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -> ItemSource:
+def open_caps(spec: str, *, split: str = "train") -> ItemSource:
     """The reader ``caps``: ``{split}_caps.txt``, a caption a line, as SCAN and others publish it with their features.
 
     ``{split}_ids.txt`` in the same folder has an id for each caption, or for each image with the same number of captions.
-    Without it, or with ids that are row numbers and so repeat in every split, image n of ``train_caps.txt`` has the key
-    ``train_n`` and its id as other name. Lines such as ``b'a dog'`` are read as ``a dog``. There are no pictures: features
-    come from other files.
+    Without it an image has five successive lines. Without it, or with ids that are row numbers and so repeat in every split,
+    image n of ``train_caps.txt`` has the key ``train_n`` and its id as other name. Lines such as ``b'a dog'`` are read as
+    ``a dog``. There are no pictures: features come from other files.
 
     Args:
         spec: the file.
         split: not used, since a file holds one split.
-        captions_per_image: successive lines of an image where there are no ids.
 
     Raises:
         CoderError: empty lines, duplicate ids, or numbers of lines that do not fit.
@@ -125,13 +124,10 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
     ids = path.with_name(f"{path.name.removesuffix('caps.txt')}ids.txt")
     if path.name.endswith("caps.txt") and ids.exists():
         owners = _owners(path, ids, len(captions))
-    elif captions_per_image < 1 or len(captions) % captions_per_image:
-        raise CoderError(
-            f"{path}: {len(captions)} captions are not a multiple of captions_per_image={captions_per_image}; give another "
-            "number, or put a file of ids into its folder"
-        )
+    elif len(captions) % 5:
+        raise CoderError(f"{path}: {len(captions)} captions are not five for each image: put a file of ids into its folder")
     else:
-        owners = [str(line // captions_per_image) for line in range(len(captions))]
+        owners = [str(line // 5) for line in range(len(captions))]
     grouped = defaultdict(list)
     for owner, caption in zip(owners, captions, strict=True):
         grouped[owner].append(caption)
@@ -232,4 +228,4 @@ def _img2dataset_item(key: str, files: dict[str, Path], kept: Sequence[str]) -> 
         return "without a caption"
     names = other_names(picture.stem, metadata.get("key"), metadata.get("uid"))
     kept_values = {name: metadata.get(name) for name in kept}
-    return Item(key, (caption.strip(),), names=names, metadata=kept_values, **picture_of(picture.parent, picture.name))
+    return Item(key, (caption.strip(),), names=names, metadata=kept_values, **picture_of(picture.name, picture.parent))

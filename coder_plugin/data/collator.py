@@ -64,21 +64,20 @@ class ImageTextCollator:
         }
 
     def _row(self, pair: Any) -> tuple[Any, ...]:
-        if not isinstance(pair, Mapping):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 3:
-                size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-                raise CoderError(f"a pair is a {type(pair).__name__}{size}: make it (picture, caption, key); the key is {_KEY}")
+        if isinstance(pair, (tuple, list)) and len(pair) == 3:
             return tuple(pair)
-        missing = [column for column in self._columns if column not in pair]
-        if not missing:
+        if isinstance(pair, Mapping) and all(column in pair for column in self._columns):
             return tuple(pair[column] for column in self._columns)
-        present = f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}"
-        named = f"as in ImageTextCollator(..., columns={self._columns})"
-        if missing == [self._columns[2]]:
-            raise CoderError(f"{present}: add it ({_KEY}), or name the column that holds it, {named}")
-        dropped = set(pair) <= {"image", "text", "image_id"}  # what transformers' Trainer keeps for the model
-        hint = "; with a Trainer of transformers give TrainingArguments(remove_unused_columns=False)" if dropped else ""
-        raise CoderError(f"{present}: name the columns of picture, caption and key, {named}{hint}")
+        size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
+        found = f"is a {type(pair).__name__}{size}"
+        if isinstance(pair, Mapping):
+            found = f"has {', '.join(map(repr, pair)) or 'nothing'}"
+            if set(pair) <= {"image", "text", "image_id"}:  # what transformers' Trainer keeps for the model
+                found += " (with a Trainer of transformers give TrainingArguments(remove_unused_columns=False))"
+        raise CoderError(
+            f"a pair {found}: make it (picture, caption, key), or name the columns that hold them, as in "
+            f"ImageTextCollator(..., columns={self._columns}); the key is {_KEY}"
+        )
 
     def _transformed(self, image: Any) -> Any:
         try:

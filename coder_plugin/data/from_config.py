@@ -14,7 +14,6 @@ from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives, read_negatives
 from coder_plugin.data.held_aside import split_aside
 from coder_plugin.data.regions import open_regions
-from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import check_local
@@ -59,10 +58,24 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
         spec = kind = "scenes"
     elif config.on_scenes:  # train on scenes, evaluate on other data
         kind = "auto"
-    options = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
+    return _open(replace(config, dataset_type=kind), spec, split=split, join=join, metadata=metadata)
+
+
+def object_source(config: DataConfig, dataset: Any, *, split: str) -> Any:
+    """A ``Dataset`` or ``IterableDataset`` of Hugging Face's ``datasets`` as a source, with the regions if they are set."""
+    return _open(replace(config, dataset_type="hf", dataset_resampled=False), dataset, split=split)
+
+
+def _open(config: DataConfig, spec: Any, *, split: str, join: bool = True, metadata: Sequence[str] = ()) -> Any:
+    options = reading_options(config, spec if isinstance(spec, str) else "", pictures=config.regions is None)
     kind = options["kind"]
     if split == "train" and config.hard_negatives:
-        options.update(_negatives_options(config, kind))
+        if config.csv_negatives_key is not None and kind != "csv":
+            raise CoderError(
+                f"--csv-negatives-key is for CSV tables, and these data are read by {kind!r}: take --negatives-file"
+            )
+        if "negatives_key" in (reader_options(kind) or ()):
+            options["negatives_key"] = config.csv_negatives_key or NEGATIVES
     if split == "train" and config.dataset_resampled:
         if not _takes(kind, "resampled"):
             raise CoderError(f"--open-clip dataset_resampled draws shards, and {spec} is read by {kind!r}")
@@ -72,21 +85,11 @@ def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: 
             raise CoderError(f"--columns: {spec} is read by {kind!r}, which keeps no further columns")
         options["metadata"] = list(metadata)
     source = open_source(spec, split=split, **options)
-    return join_regions(source, config, split=split) if join and config.regions is not None else source
-
-
-def object_source(config: DataConfig, dataset: Any, *, split: str) -> Any:
-    """A ``Dataset`` or ``IterableDataset`` of Hugging Face's ``datasets`` as a source, with the regions if they are set."""
-    options = reading_options(replace(config, dataset_type="hf"), "", pictures=config.regions is None)
-    if split == "train" and config.hard_negatives:
-        options.update(_negatives_options(config, "hf"))
-    source = open_source(dataset, split=split, **options)
-    return source if config.regions is None else join_regions(source, config, split=split)
-
-
-def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource:
-    """The items of a data set with their region features from ``--regions``."""
-    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_samples)
+    if not join or config.regions is None:
+        return source
+    check_local(config.regions)
+    regions = open_regions(config.regions, config.regions_type, split=split)
+    return RegionSource(source, regions, max_missing=config.max_bad_samples)
 
 
 def pictures_under_regions(config: DataConfig, split: str) -> Any | None:
@@ -131,13 +134,6 @@ def _takes(kind: str, option: str) -> bool:
     return options is None or option in options
 
 
-def _negatives_options(config: DataConfig, kind: str) -> dict[str, str]:
-    """What a reader is told to read hard negatives from."""
-    if config.csv_negatives_key is not None and kind != "csv":
-        raise CoderError(f"--csv-negatives-key is for CSV tables, and these data are read by {kind!r}: take --negatives-file")
-    return {"negatives_key": config.csv_negatives_key or NEGATIVES} if "negatives_key" in (reader_options(kind) or ()) else {}
-
-
 def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:
     """What draws the hard negatives of the training data; None without ``--hard-negatives``.
 
@@ -153,13 +149,6 @@ def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:
     negatives = HardNegatives(config.hard_negatives, table)
     negatives.check(source)
     return negatives
-
-
-def make_regions(config: DataConfig, *, split: str) -> RegionFile:
-    """The regions that ``--regions`` names."""
-    assert config.regions is not None
-    check_local(config.regions)
-    return open_regions(config.regions, config.regions_type, split=split)
 
 
 def captions_of(source: Any) -> Iterator[str]:

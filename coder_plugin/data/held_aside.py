@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.data.item import Item, stable_hash
-from coder_plugin.data.source import Numbered, is_stream
+from coder_plugin.data.source import Source
 from coder_plugin.errors import CoderError
 
 
-class Part(Numbered):
+class Part(Source):
     """Some images of a data set, in its order.
 
     Args:
@@ -61,7 +61,7 @@ def split_aside(source: Any, count: int, seed: int = 0) -> tuple[Part, Part]:
     Raises:
         CoderError: a stream, or fewer than two images for each that is held out.
     """
-    if is_stream(source) or not source.num_images:
+    if source.is_stream or not source.num_images:
         raise CoderError(
             f"--hold-aside {count}: {source.name} is read as a stream, from which no images can be drawn: hold some aside as a "
             "data set of their own, and name it with --val-data"

@@ -10,23 +10,22 @@ import glob
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
-from coder_plugin.data.columns import Columns, find_columns
 from coder_plugin.data.decode import decode_image, from_picture
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.source import ItemSource, Source, check_captions, check_negatives
 from coder_plugin.data.streams import StreamSource
 from coder_plugin.data.tables import check_metadata, no_picture, other_names
 from coder_plugin.data.tars import LARGEST_FILE
-from coder_plugin.errors import CoderError, install_command
+from coder_plugin.errors import CoderError, did_you_mean, install_command
 from coder_plugin.hub_access import hub_access
 
 #: OWNER/NAME of the hub, then a configuration, a revision and a split, where they are given.
@@ -36,6 +35,10 @@ _VALIDATION = ("validation", "val", "valid", "dev")
 #: A picture that a streamed folder of the hub names instead of holding it.
 _ON_HUB = re.compile(r"(zip://[^:]*::)?hf://datasets/[^:]*")
 _ROWS = 1000  # of captions, read at once
+_IMAGES = ("image", "img", "picture", "jpg", "jpeg", "png", "webp")
+_CAPTIONS = ("captions", "caption", "sentences", "text", "title", "txt")
+_KEYS = ("key", "image_id", "img_id", "filename", "file_name", "__key__")
+_NUMBERED = re.compile(r"captions?_?\d+")
 
 
 def open_hf(
@@ -77,11 +80,10 @@ def open_hf(
     dataset = undecoded(dataset, name)
     features: Mapping[str, Any] = dataset.features or next(iter(dataset.take(1)), {})
     check_metadata(name, metadata, list(features))
-    named: dict[str, Any] = {"image": image_column, "captions": caption_column, "key": key_column, "negatives": negatives_key}
-    columns = find_columns(features, **named, pictures=pictures, name=name)
+    columns = _find_columns(features, image_column, caption_column or (), key_column, negatives_key, pictures, name)
     if hasattr(dataset, "__len__"):
         return ItemSource(DatasetItems(dataset, columns, split=split, metadata=metadata), name=name)
-    check_stream_version(name)
+    _check_version(name, "5.1", "a stream of older ones would lose samples when a run is resumed; or read the data set whole")
     make_item = partial(_make_item, columns=columns, split=split, metadata=metadata)
     return StreamSource(dataset, make_item, name=name, num_images=count)
 
@@ -97,15 +99,51 @@ def is_dataset(data: Any) -> bool:
     return any(cls.__module__.partition(".")[0] == "datasets" for cls in type(data).__mro__)
 
 
-def check_stream_version(name: str) -> None:
-    """Raise a ``CoderError`` for versions of ``datasets`` whose streams lose samples when they go on from a saved state."""
+def _check_version(name: str, least: str, why: str) -> None:
     import datasets
 
-    if Version(datasets.__version__) < Version("5.1"):
+    if Version(datasets.__version__) < Version(least):
         raise CoderError(
-            f"{name}: a stream of datasets {datasets.__version__} would lose samples when a run is resumed: pip install -U "
-            "datasets (5.1 or later), or read the data set whole"
+            f"{name}: datasets {datasets.__version__} is installed, {least} or later is needed ({why}): pip install -U datasets"
         )
+
+
+class _Columns(NamedTuple):
+    """Names of columns; None of those that are not read. Without a key the rows' numbers name the images."""
+
+    image: str | None
+    captions: Sequence[str]
+    key: str | None
+    negatives: str | None
+
+
+def _find_columns(
+    features: Mapping[str, Any], image: str | None, captions: Sequence[str], key: str | None, negatives: str | None,
+    pictures: bool, name: str,
+) -> _Columns:  # fmt: skip
+    """The columns that are named, else the first that is called as usual, by the columns' types or a row."""
+    columns = list(features)
+    listed = f"; its columns are: {', '.join(map(repr, columns)) or 'none'}"
+
+    def first(names: Iterable[str], columns: Sequence[str] = columns) -> str | None:
+        return next((each for each in names if each in columns), None)
+
+    for flag, names in (("--image-column", [image]), ("--caption-column", captions), ("--key-column", [key])):
+        for each in names:
+            if each and each not in columns:
+                raise CoderError(f"{name}: no column {each!r} ({flag}){did_you_mean(each, columns)}{listed}")
+    if pictures and image is None:
+        typed = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
+        image = first(_IMAGES, typed) or (typed[0] if len(typed) == 1 else first(_IMAGES))
+        if image is None:
+            reason = f"several columns of pictures: {', '.join(typed)}" if typed else "no column of pictures"
+            raise CoderError(f"{name}: {reason}: name one (--image-column){listed}")
+    if not captions:
+        numbered = sorted(filter(_NUMBERED.fullmatch, columns), key=lambda column: (len(column), column))
+        captions = [usual] if (usual := first(_CAPTIONS)) else numbered
+        if not captions:
+            raise CoderError(f"{name}: no column of captions: name one or several (--caption-column){listed}")
+    return _Columns(image if pictures else None, captions, key or first(_KEYS), negatives if negatives in columns else None)
 
 
 def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
@@ -114,8 +152,7 @@ def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
         import datasets
     except ImportError as error:
         raise CoderError(f"{spec}: this needs datasets: {install_command('datasets')}") from error
-    if Version(datasets.__version__) < Version("4"):  # older ones run code of data sets
-        raise CoderError(f"{spec}: datasets {datasets.__version__} is installed, 4 or later is needed: pip install -U datasets")
+    _check_version(spec, "4", "older ones run code of data sets")
     location = re.sub(r"^hf(-streaming)?:", "", spec)
     from_hub = location != spec
     try:
@@ -193,7 +230,7 @@ def undecoded(dataset: Any, name: str) -> Any:
     return dataset
 
 
-def _make_item(row: Mapping[str, Any], number: str, *, columns: Columns, split: str, metadata: Sequence[str]) -> Item:
+def _make_item(row: Mapping[str, Any], number: str, *, columns: _Columns, split: str, metadata: Sequence[str]) -> Item:
     """The item of a row of a stream."""
     load = None if columns.image is None else partial(open_picture, row[columns.image])
     return _item([row], columns, f"{split}/{number}", metadata, load)
@@ -201,7 +238,7 @@ def _make_item(row: Mapping[str, Any], number: str, *, columns: Columns, split: 
 
 def _item(
     rows: Sequence[Mapping[str, Any]],
-    columns: Columns,
+    columns: _Columns,
     number: str,
     metadata: Sequence[str],
     load: Callable[[], Image] | None,
@@ -225,7 +262,7 @@ def _item(
 class DatasetItems(Sequence[Item]):
     """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory."""
 
-    def __init__(self, dataset: Any, columns: Columns, *, split: str, metadata: Sequence[str] = ()) -> None:
+    def __init__(self, dataset: Any, columns: _Columns, *, split: str, metadata: Sequence[str] = ()) -> None:
         self._columns, self._split, self._metadata = columns, split, tuple(metadata)
         others = [column for column in (columns.key, columns.negatives, *metadata) if column is not None]
         self._texts = dataset.select_columns(list(dict.fromkeys([*columns.captions, *others])))

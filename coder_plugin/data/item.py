@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,6 +100,11 @@ def bad_item(key: str, fault: BadSample, names: tuple[str | None, ...] = ()) -> 
         coder_plugin.data.bad_samples.BadSample: it has no captions
     """
     return Item(key, (), partial(_refuse, fault), names, fault=fault)
+
+
+def without_image(item: Item) -> Item:
+    """The item without its picture or regions, whose bytes items of shards hold in memory."""
+    return replace(item, load=partial(_refuse, BadSample("file", "the image was left out")))
 
 
 def _refuse(fault: BadSample) -> NoReturn:

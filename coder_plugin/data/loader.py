@@ -27,7 +27,6 @@ from coder_plugin.data.source import (
     Source,
     decode,
     draw_caption,
-    is_stream,
     map_tensors,
     one_caption,
     preserved_rng,
@@ -182,9 +181,8 @@ class TrainLoader:
         self._make = _Training(source, transform, tokenizer, positives, negatives, tags, seed)
         self.positives_made: Counter[str] = Counter()
         self.negatives_drawn: Counter[str] = Counter()
-        self._key = ""  # of an image that was read
         self.tagged: Counter[str] = Counter()
-        self._stream = is_stream(source)
+        self._stream = source.is_stream
         self._at = self._start(0)
         self._bad = self.bad.state()  # up to the last batch
 
@@ -344,12 +342,12 @@ class TrainLoader:
             first = at.last if at.last >= 0 and at.read[at.last] % size else at.last + 1
             order = {"seed": self._seed, "epoch": at.epoch, "captions": self._captions}
             part = partial(_train_part, self.source, order, size, self._rank, self._world_size, tuple(at.read), first)
-            return _load(_Stream(make, size, part), None, self._workers, self._pin_memory)
+            return load(_Stream(make, size, part), None, self._workers, self._pin_memory)
         counts = None if self._captions == "draw" else np.asarray(self._make.source.caption_counts)
         numbers = self._order(at, counts)[self._rank :: self._world_size][at.read[0] :]
         chunks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        rows = _Rows(replace(make, ends=None if counts is None else np.cumsum(counts)))
-        return _load(rows, chunks, self._workers, self._pin_memory)
+        make = replace(make, ends=None if counts is None else np.cumsum(counts))
+        return load(make.rows, chunks, self._workers, self._pin_memory)
 
     def _order(self, at: _Position, counts: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
         """The samples of all ranks: of the epoch or, where other numbers of ranks have begun it, what these have left."""
@@ -370,7 +368,6 @@ class TrainLoader:
             self._make.tags.add(chunk.learned.classes)
         before, drawn, negatives = self.negatives_drawn.total(), self.negatives_drawn, self._make.negatives
         drawn.update(chunk.negatives)
-        self._key = next(iter(chunk.keys), self._key)
         if negatives is not None and not drawn["filled"] and before < 1000 * negatives.count <= drawn.total():
             why = self.few_negatives(drawn)
             log.warning("%s: none of the first 1,000 samples has a hard negative%s", self.source.name, why)
@@ -379,7 +376,7 @@ class TrainLoader:
         """What is likely the matter where below 10 % of the places ``drawn`` are filled, for a message; else ``""``."""
         if self._make.negatives is None or 10 * drawn["filled"] >= drawn.total():
             return ""
-        return f": {self._make.negatives.where(self._key)}"
+        return f": {self._make.negatives.where(next(iter(self.source.items()))[1].key)}"
 
 
 def epoch_order(groups: Sequence[int] | np.ndarray[Any, Any], seed: int, epoch: int) -> np.ndarray[Any, Any]:
@@ -457,15 +454,14 @@ def evaluation_batches(
         CoderError: too many bad samples.
     """
     counted = BadSamples(source.name) if bad is None else bad
-    chunks: list[Any] | None = None
     make = _Evaluation(source, transform)
-    if is_stream(source):
-        data: Any = _Stream(make, batch_size, partial(_evaluation_part, source, batch_size, rank, world_size))
+    if source.is_stream:
+        chunks = load(_Stream(make, batch_size, partial(_evaluation_part, source, rank, world_size)), None, workers)
     else:
-        images = source.num_images or 0
+        images = source.num_images
         starts = range(rank * batch_size, images, world_size * batch_size)
-        data, chunks = _Rows(make), [range(start, min(start + batch_size, images)) for start in starts]
-    for chunk in _load(data, chunks, workers, False):
+        chunks = load(make.rows, [range(start, min(start + batch_size, images)) for start in starts], workers)
+    for chunk in chunks:
         counted.add(chunk.count, chunk.bad)
         if len(chunk):
             yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
@@ -476,11 +472,34 @@ def evaluation_batches(
 
 
 @dataclass
-class _Training:
-    """Makes chunks of training samples: images or, with ``ends``, captions, those of image n ending before ``ends[n]``."""
+class _Evaluation:
+    """Makes chunks of images with all their captions."""
 
     source: Any
     transform: Callable[[Any], Any]
+
+    def item(self, number: int) -> Item:
+        """The sample of this number."""
+        return self.source.item(number)  # type: ignore[no-any-return]
+
+    def rows(self, numbers: Sequence[int]) -> Chunk:
+        """The chunk of the samples of these numbers."""
+        return self.chunk([(number, self.item(number)) for number in map(int, numbers)])
+
+    def chunk(self, samples: list[tuple[int, Item]], worker: int = 0) -> Chunk:
+        """The chunk of some numbered samples."""
+        chunk, good = decode([item for _, item in samples], self.transform, worker=worker)
+        if good:
+            chunk.tensors["index"] = torch.tensor([samples[number][0] for number in good])
+            chunk.captions.extend(samples[number][1].captions for number in good)
+            chunk.keys.extend(samples[number][1].key for number in good)
+        return chunk
+
+
+@dataclass
+class _Training(_Evaluation):
+    """Makes chunks of training samples: images or, with ``ends``, captions, those of image n ending before ``ends[n]``."""
+
     tokenizer: Callable[[list[str]], torch.Tensor]
     positives: MakePositive | None
     negatives: HardNegatives | None
@@ -490,7 +509,7 @@ class _Training:
     ends: np.ndarray[Any, Any] | None = None
 
     def item(self, number: int) -> Item:
-        """The sample of this number, with one caption."""
+        """The image or caption of this number, with one caption."""
         if self.ends is None:
             return draw_caption(self.source.item(number), seed=self.seed, epoch=self.epoch)
         image = int(np.searchsorted(self.ends, number, "right"))
@@ -498,7 +517,7 @@ class _Training:
         return item if item.fault is not None else one_caption(item, number - int(self.ends[image]) + len(item.captions))
 
     def chunk(self, samples: list[tuple[int, Item]], worker: int = 0) -> Chunk:
-        """The chunk of some numbered samples."""
+        """The chunk of some samples with one caption each."""
         items = [item for _, item in samples]
         chunk, good = decode(items, self.transform, seed=self.seed, epoch=self.epoch, worker=worker)
         if not good:
@@ -557,44 +576,11 @@ class _Training:
         chunk.tensors["text_negatives"], chunk.tensors["text_negative_ids"] = tokens.unflatten(0, shape), ids.view(shape)
         empty = int((ids == NO_TEXT).sum())
         chunk.negatives.update(filled=len(drawn) - empty, empty=empty)
-        chunk.keys.append(items[0].key)
-
-
-@dataclass
-class _Evaluation:
-    """Makes chunks of images with all their captions."""
-
-    source: Any
-    transform: Callable[[Any], Any]
-
-    def item(self, number: int) -> Item:
-        """The image at this position."""
-        return self.source.item(number)
-
-    def chunk(self, samples: list[tuple[int, Item]], worker: int = 0) -> Chunk:
-        """The chunk of some images with their positions."""
-        chunk, good = decode([item for _, item in samples], self.transform, worker=worker)
-        if good:
-            chunk.tensors["index"] = torch.tensor([samples[number][0] for number in good])
-            chunk.captions.extend(samples[number][1].captions for number in good)
-            chunk.keys.extend(samples[number][1].key for number in good)
-        return chunk
-
-
-@dataclass
-class _Rows(Dataset[Any]):
-    """Chunks of numbered samples."""
-
-    make: Any
-
-    def __getitems__(self, numbers: Sequence[int]) -> Chunk | CoderError:
-        samples = ([(int(number), self.make.item(int(number))) for number in each] for each in [numbers])
-        return next(_until_error(map(self.make.chunk, samples)))
 
 
 @dataclass
 class _Stream(IterableDataset[Any]):
-    """Chunks of a stream. ``part(worker, workers)`` -> the samples of a worker, its number, and the size of its first chunk."""
+    """Chunks of a stream. ``part(worker, workers)`` -> a worker's samples, its number, and how many of a chunk were used."""
 
     make: Any
     size: int
@@ -604,10 +590,10 @@ class _Stream(IterableDataset[Any]):
         info = get_worker_info()
         return _until_error(self._chunks(*self.part(*((info.id, info.num_workers) if info else (0, 1)))))
 
-    def _chunks(self, samples: Iterator[tuple[int, Item]], worker: int, size: int) -> Iterator[Chunk]:
-        while chunk := list(islice(samples, size)):
+    def _chunks(self, samples: Iterator[tuple[int, Item]], worker: int, used: int) -> Iterator[Chunk]:
+        while chunk := list(islice(samples, self.size - used)):
             yield self.make.chunk(chunk, worker)
-            size = self.size
+            used = 0
 
 
 def _train_part(
@@ -618,26 +604,41 @@ def _train_part(
     is completed, so that workers take the same turns as without an interruption."""
     worker = (worker + first) % workers
     items = source.part(rank * workers + worker, ranks * workers, skip=read[worker], **order)
-    return enumerate(items), worker, size - read[worker] % size
+    return enumerate(items), worker, read[worker] % size
 
 
 def _evaluation_part(
-    source: Any, size: int, rank: int, ranks: int, worker: int, workers: int
+    source: Any, rank: int, ranks: int, worker: int, workers: int
 ) -> tuple[Iterator[tuple[int, Item]], int, int]:
-    return source.items(worker * ranks + rank, ranks * workers, block=size), 0, size
+    return source.items(worker * ranks + rank, ranks * workers), 0, 0
 
 
-def _until_error(chunks: Iterable[Chunk]) -> Iterator[Chunk | CoderError]:
+def _until_error(results: Iterable[_T]) -> Iterator[_T | CoderError]:
     """A ``CoderError`` is sent as an object for the main process to raise, without a worker's traceback."""
     try:
-        yield from chunks
+        yield from results
     except CoderError as exc:
         yield CoderError(str(exc))
 
 
-def _load(data: Any, chunks: list[Any] | None, workers: int, pin_memory: bool) -> Iterator[Chunk]:
-    """The chunks of a DataLoader that does not use the global random generator; ``chunks`` are the samples of each."""
-    sampling: dict[str, Any] = {"batch_size": None} if chunks is None else {"batch_sampler": chunks}
+@dataclass
+class _Calls(Dataset[Any]):
+    """``function(request)`` of what a DataLoader's batch sampler gives."""
+
+    function: Callable[[Any], Any]
+
+    def __getitems__(self, request: Any) -> Any:
+        return request if isinstance(request, CoderError) else next(_until_error(map(self.function, [request])))
+
+
+def load(data: Any, requests: Iterable[Any] | None, workers: int, pin_memory: bool = False) -> Iterator[Any]:
+    """What ``data(request)`` returns for each request in turn, or what an iterable data set yields, from ``workers`` processes.
+
+    The global random generator is not used. A ``CoderError`` of either is raised without a worker's traceback.
+    """
+    sampling: dict[str, Any] = {"batch_size": None}
+    if requests is not None:
+        data, sampling = _Calls(data), {"batch_sampler": _until_error(requests)}
     loader: DataLoader[Any] = DataLoader(
         data,
         **sampling,
@@ -647,11 +648,11 @@ def _load(data: Any, chunks: list[Any] | None, workers: int, pin_memory: bool) -
         generator=torch.Generator().manual_seed(0),
         worker_init_fn=start_worker,
     )
-    for chunk in loader:
-        if isinstance(chunk, CoderError):
-            raise chunk
-        yield chunk
+    for result in loader:
+        if isinstance(result, CoderError):
+            raise result
+        yield result
 
 
-def _identity(chunk: _T) -> _T:
-    return chunk
+def _identity(result: _T) -> _T:
+    return result

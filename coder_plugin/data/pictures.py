@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from coder_plugin.data import PICTURES, guess_kind, open_source
 from coder_plugin.data.decode import FORMATS, decode_image, is_picture
 from coder_plugin.data.item import Item
-from coder_plugin.data.source import Numbered
+from coder_plugin.data.source import Source
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
     return open_source(spec, split=split, **reading)
 
 
-class Pictures(Numbered):
+class Pictures(Source):
     """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
     A file is a picture if its name has one of the endings ``PICTURES``, in upper or lower case, or if its content is a JPEG,

@@ -11,9 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-import webdataset as wds
-from webdataset.gopen import Pipe
-
 from coder_plugin.errors import CoderError
 
 _BLOCK = 1 << 20
@@ -64,22 +61,39 @@ def open_remote(shard: str) -> Iterator[IO[bytes]]:
         OSError: it cannot be opened, or the command that gives it fails; says why.
         CoderError: as of :func:`check_remote`.
     """
-    file = _open(shard)
-    try:
+    with _command(shard.partition(":")[2]) if is_command(shard) else _open(shard) as file:
         yield file
         while file.read(_BLOCK):
             pass
+
+
+@contextmanager
+def _command(command: str) -> Iterator[Any]:
+    """The output of a command, which must end with status 0 if all of it is read."""
+    process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE)
+    failed = "the command that reads it ended with status {}"
+    try:
+        yield process.stdout
     except Exception as exc:
-        if isinstance(file, Pipe):
-            with suppress(subprocess.TimeoutExpired):
-                if (status := file.proc.wait(0.5)) > 0:  # it failed by itself: what was read from it is a consequence
-                    raise _failed(status) from exc
+        with suppress(subprocess.TimeoutExpired):
+            if (status := process.wait(0.5)) > 0:  # it failed by itself: what was read from it is a consequence
+                raise OSError(failed.format(status)) from exc
         raise
     else:
-        if isinstance(file, Pipe) and (status := _end(file)) not in file.ignore_status:
-            raise _failed(status)
+        if status := _end(process):
+            raise OSError(failed.format(status))
     finally:
-        _end(file)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdout is not None
+    process.stdout.close()
+    try:
+        return process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def read_small(location: str, most: int) -> bytes | None:
@@ -93,8 +107,6 @@ def read_small(location: str, most: int) -> bytes | None:
 
 
 def _open(shard: str) -> Any:
-    if is_command(shard):
-        return wds.gopen(shard)
     if scheme(shard) in ("http", "https"):
         return urllib.request.urlopen(shard, timeout=_TIMEOUT)  # its errors are OSErrors that say what the server answered
     return _filesystem(shard).open(shard, "rb")
@@ -111,20 +123,3 @@ def _filesystem(shard: str) -> Any:
         raise CoderError(
             f"{shard!r} cannot be read: {reason}; or write a command that gives the shard: 'pipe:COMMAND {shard}'"
         ) from error
-
-
-def _failed(status: int) -> OSError:
-    return OSError(f"the command that reads it ended with status {status}")
-
-
-def _end(file: Any) -> int:
-    """Close what :func:`_open` has opened. Returns a command's status, 0 of anything else."""
-    if not isinstance(file, Pipe):
-        file.close()
-        return 0
-    file.stream.close()
-    try:
-        return int(file.proc.wait(_PATIENCE))
-    except subprocess.TimeoutExpired:
-        file.proc.kill()
-        return int(file.proc.wait())

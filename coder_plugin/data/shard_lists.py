@@ -86,47 +86,30 @@ def beside(shard: str, name: str) -> str:
 
 
 def recorded_size(shards: Sequence[str]) -> int | None:
-    """The number of samples from open_clip's ``sizes.json`` beside the shards, or ``__len__`` beside those of one local folder.
-
-    Args:
-        shards: local or remote ones.
-
-    Returns:
-        The number; None where no file says it.
-    """
+    """The number of samples from open_clip's ``sizes.json`` beside the shards, which may be remote; None where none says it."""
     folders: dict[str, list[str]] = {}
     for shard in map(local_path, shards):
         folders.setdefault(os.path.dirname(shard), []).append(os.path.basename(shard))
     total = 0
     for folder, names in folders.items():
-        sizes = _beside(folder, SIZES)
-        if sizes is None and len(folders) == 1:
-            size = _beside(folder, "__len__")
-            return size if _is_size(size) else None
-        if not isinstance(sizes, dict) or not all(_is_size(sizes.get(name)) for name in names):
+        sizes = _sizes(folder)
+        counts: list[Any] = [sizes.get(name) for name in names] if isinstance(sizes, dict) else [None]
+        if not all(type(count) is int and count >= 0 for count in counts):
             return None
-        total += sum(sizes[name] for name in names)
+        total += sum(counts)
     return total
 
 
-def _beside(folder: str, name: str) -> Any:
-    """The value in a JSON file of a folder, local or not; None where there is none."""
-    path = os.path.join(folder, name)
-    if is_local(folder):
-        kind = dict if name == SIZES else int
-        if not os.path.exists(path):
-            return None
-        if not isinstance(content := read_json(path), kind):
-            raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
-        return content
-    if is_command(folder) or name != SIZES:
+def _sizes(folder: str) -> Any:
+    """What ``sizes.json`` of a folder holds; None where there is none."""
+    path = os.path.join(folder, SIZES)
+    if is_command(folder) or is_local(folder) and not os.path.exists(path):
         return None
+    if is_local(folder):
+        if not isinstance(sizes := read_json(path), dict):
+            raise CoderError(f"{path}: expected an object, as open_clip writes it, got {type(sizes).__name__}")
+        return sizes
     try:
         return parse_json(read_small(path, _LARGEST_SIZES) or b"")
     except ValueError:  # none, or a page that says so
         return None
-
-
-def _is_size(value: object) -> bool:
-    """Whether a recorded number of samples can be one; where it cannot, samples are counted."""
-    return type(value) is int and value >= 0

@@ -11,15 +11,14 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 from PIL.Image import Image
 
-from coder_plugin.data.bad_samples import BadSample, shorten
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import decode_image
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.json_text import parse_json
@@ -27,15 +26,14 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote, is_command
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import Numbered, check_captions, check_negatives
+from coder_plugin.data.source import Source, check_captions, check_negatives
 from coder_plugin.data.streams import Stream
 from coder_plugin.data.tables import other_names
-from coder_plugin.data.tar_index import Place, TarIndex, read_sample, scan, scan_all, state_of
+from coder_plugin.data.tar_index import Place, TarIndex, read_sample, samples, scan_all, state_of
 from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, Files, Sample, local_path, stream
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
-CAPTION_KEY = "captions"
 _LONGEST_ID = 4096
 _APART = ", and files of one sample are not next to each other in its shard ({!r}): sort it (tar --sort=name)"
 log = logging.getLogger(__name__)
@@ -46,8 +44,6 @@ def open_shards(
     *,
     split: str = "train",
     resampled: bool = False,
-    caption_key: str = CAPTION_KEY,
-    newline_captions: bool | None = None,
     negatives_key: str | None = None,
     metadata: Sequence[str] = (),
 ) -> LocalShards | ShardStream:
@@ -56,12 +52,9 @@ def open_shards(
     Args:
         spec: shards, with braces, ``*`` (of local ones), ``::`` between several, ``pipe:COMMAND`` or URLs (``https://``,
             ``hf://``, ``s3://``, ``gs://``, and what fsspec can open); or a folder in CLIP_benchmark's layout, with
-            ``nshards.txt`` in it or in its subfolder ``split``.
+            ``nshards.txt`` in it or in its subfolder ``split``: there each line of ``txt`` is a caption.
         split: used for CLIP_benchmark's folders only.
         resampled: draw shards with replacement, endlessly.
-        caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
-        newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
-            ``nshards.txt`` in their folder.
         negatives_key: key of a list of hard negatives in ``json``, which samples may lack. None: they are not read.
         metadata: further keys of ``json`` whose values an item keeps; samples may lack them.
 
@@ -70,22 +63,9 @@ def open_shards(
     """
     shards = benchmark_shards(spec, split) if os.path.isdir(spec) else expand(spec)
     check_remote(shard for shard in shards if not is_local(shard))
-    if newline_captions is None:
-        newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
-    options = Options(caption_key, newline_captions, negatives_key, tuple(metadata))
     if resampled or not all(is_local(shard) and local_path(shard).endswith(".tar") for shard in shards):
-        return ShardStream(shards, spec, options, resampled=resampled)
-    return LocalShards(shards, spec, options)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the samples of shards are read; as of :func:`open_shards`."""
-
-    caption_key: str = CAPTION_KEY
-    newline_captions: bool = False
-    negatives_key: str | None = None
-    metadata: tuple[str, ...] = ()
+        return ShardStream(shards, spec, negatives_key, metadata, resampled=resampled)
+    return LocalShards(shards, spec, negatives_key, metadata)
 
 
 class ShardSource:
@@ -94,11 +74,14 @@ class ShardSource:
     Args:
         shards: their locations.
         name: for messages.
-        options: how their samples are read.
+        negatives_key, metadata: as of :func:`open_shards`.
     """
 
-    def __init__(self, shards: Sequence[str], name: str, options: Options) -> None:
-        self.name, self.options = name, options
+    _samples: Callable[[str, Files], Iterator[Sample]] = staticmethod(samples)
+
+    def __init__(self, shards: Sequence[str], name: str, negatives_key: str | None, metadata: Sequence[str]) -> None:
+        self.name, self._negatives_key, self._metadata = name, negatives_key, metadata
+        self._newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
         self.shards, self.num_shards = list(shards), len(shards)
         self._labels = shard_labels(shards)
         self._unread_logged = False
@@ -109,6 +92,14 @@ class ShardSource:
             self._unread_logged = True
             level = logging.WARNING if files.lose_samples else logging.INFO
             log.log(level, "%s: files that are not read: %s", self.name, unread)
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order."""
+        shard, files, keys = self.shards[number], Files(), set[str]()
+        for sample in self._samples(shard, files):
+            yield self.make_item(shard, sample, sample.key if sample.key in keys else "")
+            keys.add(sample.key)
+        self.log_unread(files)
 
     def make_item(self, shard: str, sample: Sample, apart: str = "") -> Item:
         """The item of a sample, a bad one where its files or captions cannot be used.
@@ -124,12 +115,12 @@ class ShardSource:
             for name in ("json", "txt", field):
                 if isinstance(fault := contents.get(name), BadSample):
                     raise fault
-            extra = _metadata(contents.get("json"))
+            extra = read_metadata(contents.get("json"))
             captions = self._captions(contents, extra)
             if apart and not captions:
                 raise BadSample("caption", f"it has no captions{_APART.format(apart)}")
             captions = list(check_captions(captions))
-            listed = None if self.options.negatives_key is None else extra.get(self.options.negatives_key)
+            listed = None if self._negatives_key is None else extra.get(self._negatives_key)
             negatives = () if listed is None else check_negatives(listed)
         except BadSample as fault:
             return bad_item(location, fault.with_traceback(None), other_names(sample.key, None, None))
@@ -137,31 +128,27 @@ class ShardSource:
         names = other_names(sample.key, extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
         load = partial(_load, field, contents.get(field), shard, apart)
         paths = () if is_command(shard) else (local_path(shard),)
-        kept = {name: extra.get(name) for name in self.options.metadata}
+        kept = {name: extra.get(name) for name in self._metadata}
         member = sample.names.get(field)
         return Item(key, tuple(captions), load, names, negatives=negatives, paths=paths, member=member, metadata=kept)
 
     def _captions(self, contents: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
-        key = self.options.caption_key
-        captions = extra.get(key)
+        captions = extra.get("captions")
         if isinstance(captions, str | list):
             return [captions] if isinstance(captions, str) else captions
         if captions is not None:
-            raise BadSample("caption", f"{key!r} in its json field is not a list or a text")
-        if key != CAPTION_KEY:  # named explicitly: do not fall back to txt
-            keys = ", ".join(map(repr, extra)) or "none"
-            raise BadSample("caption", f"no {key!r} in its json field (caption_key); its keys are: {shorten(keys)}")
+            raise BadSample("caption", "'captions' in its json field is not a list or a text")
         if "txt" not in contents:
             return []
         try:
             text = contents["txt"].decode("utf-8")
         except UnicodeDecodeError:
             raise BadSample("caption", "its txt field is not UTF-8 text") from None
-        lines = text.removesuffix("\n").split("\n") if self.options.newline_captions else [text]
+        lines = text.removesuffix("\n").split("\n") if self._newline_captions else [text]
         return [line.strip() for line in lines]
 
 
-class LocalShards(ShardSource, Numbered):
+class LocalShards(ShardSource, Source):
     """Tar files on this machine: any sample at any time, at places that are found from headers alone.
 
     Raises:
@@ -223,13 +210,6 @@ class LocalShards(ShardSource, Numbered):
         sample = read_sample(self.shards[number], places, index - self._ends[number] + len(places))
         return self.make_item(self.shards[number], sample, places.apart)
 
-    def read_shard(self, number: int) -> Iterator[Item]:
-        """All items of a shard, in order; of the others the headers are not read."""
-        shard = self.shards[number]
-        index = scan(shard)
-        self.log_unread(index.files)
-        return (self.make_item(shard, read_sample(shard, index, sample), index.apart) for sample in range(len(index)))
-
     def digest(self) -> dict[str, Any]:
         """As of :class:`~coder_plugin.data.source.Source`."""
         states = [(self._labels[shard], *state_of(shard)[1:]) for shard in self.shards]
@@ -239,10 +219,11 @@ class LocalShards(ShardSource, Numbered):
 class ShardStream(ShardSource, Stream):
     """Shards that are read from their start to their end: remote ones, those compressed as a whole, and resampled ones."""
 
+    _samples = staticmethod(stream)
     _sizes = ", or a sizes.json beside the shards"
 
-    def __init__(self, shards: Sequence[str], name: str, options: Options, *, resampled: bool = False) -> None:
-        super().__init__(shards, name, options)
+    def __init__(self, *args: Any, resampled: bool = False) -> None:
+        super().__init__(*args)
         self.resampled = resampled
 
     @cached_property
@@ -253,20 +234,12 @@ class ShardStream(ShardSource, Stream):
             return sum(sum(1 for _ in self.read_shard(number)) for number in range(self.num_shards))
         return size
 
-    def read_shard(self, number: int) -> Iterator[Item]:
-        """All items of a shard, in order."""
-        shard, files, keys = self.shards[number], Files(), set[str]()
-        for sample in stream(shard, files):
-            yield self.make_item(shard, sample, sample.key if sample.key in keys else "")
-            keys.add(sample.key)
-        self.log_unread(files)
-
     def digest(self) -> dict[str, Any]:
         """As of :class:`~coder_plugin.data.source.Source`: names alone."""
         return {"files": hashlib.sha256(repr(list(self._labels.values())).encode()).hexdigest()}
 
 
-def _metadata(text: bytes | None) -> dict[str, Any]:
+def read_metadata(text: bytes | None) -> dict[str, Any]:
     """The object in a sample's json field; empty without the field, or where it holds another value."""
     try:
         content = {} if text is None else parse_json(text)

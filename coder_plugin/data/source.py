@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,88 +25,52 @@ CAPTIONS = ("draw", "all")
 LONGEST_CAPTION, LONGEST_WORD = 20_000, 2_000
 
 
-class Source(Protocol):
-    """A data set for :class:`~coder_plugin.data.loader.TrainLoader` and ``evaluation_batches``.
+class Source:
+    """Base of the data sets for :class:`~coder_plugin.data.loader.TrainLoader` and ``evaluation_batches``.
 
-    It gives any image at any time (:class:`Indexed`), or it is a :class:`~coder_plugin.data.streams.Stream`.
+    It gives any image at any time, or it is a :class:`~coder_plugin.data.streams.Stream`. Subclasses have ``name``,
+    ``num_images``, ``caption_counts``, ``item`` and ``digest``.
     """
 
     name: str
+    #: Whether it is read in order, and so has no ``item``.
+    is_stream = False
 
     @property
-    def num_images(self) -> int | None:
-        """The number of images, or None where counting would need reading all data."""
-
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        """Samples of an epoch over all ranks; ``num_samples`` is the user's option."""
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every image once over all ranks, with its position in the data set; blocks of images are dealt to ranks in turn.
-
-        Positions ascend in the order of the data. They count the images, unless it is a stream.
-        """
-
-    def digest(self) -> dict[str, Any]:
-        """What tells whether the data are still the same, as JSON values: the keys are those of
-        :data:`~coder_plugin.data.loader.CHANGES`. Pictures are not read."""
-
-
-class Indexed(Source, Protocol):
-    """A data set that gives any image at any time."""
+    def num_images(self) -> Any:
+        """The number of images; of a stream None where counting would need reading all data."""
+        raise NotImplementedError
 
     @property
     def groups(self) -> Sequence[int]:
         """How many of the images in their order lie together on the disk, such as those of each shard."""
-
-    @property
-    def caption_counts(self) -> Sequence[int]:
-        """The number of captions of each image, at least 1."""
-
-    def item(self, index: int) -> Item:
-        """The image at a position in the data set, from 0."""
-
-
-def is_stream(source: Any) -> bool:
-    """Whether a source is a :class:`~coder_plugin.data.streams.Stream`, or regions that are joined to the captions of one."""
-    inner = getattr(source, "captions", source)
-    return hasattr(inner, "read_shard") and not hasattr(inner, "item")
-
-
-class Numbered:
-    """Base of data sets that give any image at any time: subclasses have ``num_images``, ``caption_counts`` and ``item``."""
-
-    @property
-    def num_images(self) -> int:
-        """The number of images."""
-        raise NotImplementedError
-
-    @property
-    def caption_counts(self) -> Sequence[int]:
-        """The number of captions of each image, at least 1."""
-        raise NotImplementedError
-
-    def item(self, index: int) -> Item:
-        """The image at a position in the data set, from 0."""
-        raise NotImplementedError
-
-    @property
-    def groups(self) -> Sequence[int]:
-        """As of :class:`Indexed`: one group."""
         return [self.num_images]
 
+    @property
+    def caption_counts(self) -> Sequence[int]:
+        """The number of captions of each image, at least 1."""
+        raise NotImplementedError
+
+    def item(self, index: int) -> Item:
+        """The image at a position in the data set, from 0."""
+        raise NotImplementedError
+
+    def items(self) -> Iterator[tuple[int, Item]]:
+        """Every image once, with its position in the data set, ascending; pictures are read when they are loaded."""
+        yield from ((index, self.item(index)) for index in range(self.num_images))
+
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        """Samples of an epoch over all ranks, at most ``num_samples``."""
+        """Samples of an epoch over all ranks; ``num_samples`` is the user's option, the most that are used."""
         total = self.num_images if check_mode(captions) == "draw" else sum(self.caption_counts)
         return min(total, num_samples or total)
 
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """As of :class:`Source`; pictures are read when they are loaded."""
-        for start in range(rank * block, self.num_images, world_size * block):
-            for index in range(start, min(start + block, self.num_images)):
-                yield index, self.item(index)
+    def digest(self) -> dict[str, Any]:
+        """What tells whether the data are still the same, as JSON values: the keys are those of
+        :data:`~coder_plugin.data.loader.CHANGES`. Pictures are not read."""
+        raise NotImplementedError
 
 
-class ItemSource(Numbered):
+class ItemSource(Source):
     """A data set whose items (not their pictures) fit in memory: tables, the built-in scenes, any list.
 
     Items without captions, or with an empty one, become bad samples, which are counted where they would be used; so do items
@@ -160,7 +124,7 @@ class ItemSource(Numbered):
             names.update(repr(item.key).encode())
             texts.update(repr((item.captions, item.negatives, str(item.fault))).encode())
             if number % every == 0:
-                files.update(repr(_state(item.paths)).encode())
+                files.update(repr(next(filter(None, map(file_state, item.paths)), None)).encode())
         return {
             "images": len(self._items), "names": names.hexdigest(), "captions": texts.hexdigest(), "files": files.hexdigest()
         }
@@ -168,11 +132,6 @@ class ItemSource(Numbered):
 
 #: Most files whose size and time are looked up; of more, evenly spaced ones.
 MOST_FILES = 100_000
-
-
-def _state(paths: Sequence[str]) -> tuple[int, int] | None:
-    """Size and time of a picture's file, the first of ``paths`` that exists."""
-    return next((state for path in paths if (state := file_state(path)) is not None), None)
 
 
 def file_state(path: str) -> tuple[int, int] | None:
@@ -346,37 +305,47 @@ class Chunk:
         return replace(self, tensors=map_tensors(torch.Tensor.pin_memory, self.tensors))
 
 
-def decode(
-    items: list[Item], transform: Callable[[Any], Any], *, seed: int = 0, epoch: int = 0, worker: int = 0
-) -> tuple[Chunk, list[int]]:
-    """The images of ``items`` as tensors (or dicts of them), and the indices of these items.
+def transformed(
+    items: Sequence[Item], transform: Callable[[Any], Any] | None, bad: list[Bad], *, seed: int = 0, epoch: int = 0
+) -> Iterator[tuple[int, Any, Any]]:
+    """The number, picture and transformed picture of each item that can be used. None: pictures are not loaded.
 
-    Bad samples are left out and listed in ``bad``: those of which the reader says so, and images that do not load or that the
+    Bad samples are left out and added to ``bad``: those of which the reader says so, and images that do not load or that the
     transform refuses with :class:`~coder_plugin.data.bad_samples.BadSample`. Any other exception of a transform is a bug and
     is not caught.
     """
-    good, images, bad = [], [], []
+    for number, item in enumerate(items):
+        # by sample: whatever its neighbours, worker and chunk, it has the same augmentation
+        seed_rng("image", seed, epoch, item.image_id, *item.captions)
+        try:
+            if item.fault is not None:
+                raise BadSample(*item.fault.args)  # a new one, since each raising adds to an exception's traceback
+            picture = None if transform is None else item.load()
+        except CoderError:
+            raise
+        except (OSError, ValueError) as exc:
+            bad.append(describe(item.key, exc))
+            continue
+        try:
+            image = None if transform is None else transform(picture)
+        except BadSample as exc:
+            bad.append(describe(item.key, exc))
+            continue
+        yield number, picture, image
+
+
+def decode(
+    items: list[Item], transform: Callable[[Any], Any], *, seed: int = 0, epoch: int = 0, worker: int = 0
+) -> tuple[Chunk, list[int]]:
+    """The images of ``items`` as tensors (or dicts of them), and the indices of these items; others in the chunk's ``bad``."""
+    bad: list[Bad] = []
     with preserved_rng():
-        for number, item in enumerate(items):
-            # by sample: whatever its neighbours, worker and chunk, it has the same augmentation
-            seed_rng("image", seed, epoch, item.image_id, *item.captions)
-            try:
-                picture = item.load()
-            except CoderError:
-                raise
-            except (OSError, ValueError) as exc:
-                bad.append(describe(item.key, exc))
-                continue
-            try:
-                images.append(transform(picture))
-            except BadSample as exc:
-                bad.append(describe(item.key, exc))
-                continue
-            good.append(number)
+        images = {number: image for number, _, image in transformed(items, transform, bad, seed=seed, epoch=epoch)}
+    good = list(images)
     if not good:
         return Chunk(worker, bad), good
     ids = torch.tensor([items[number].image_id for number in good])
-    return Chunk(worker, bad, {"image": _stack(images), "image_id": ids}, good), good
+    return Chunk(worker, bad, {"image": _stack(list(images.values())), "image_id": ids}, good), good
 
 
 def _stack(images: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import webdataset as wds
 
 from coder_plugin.data.item import Item, stable_hash
-from coder_plugin.data.source import check_mode, draw_caption, one_caption
+from coder_plugin.data.source import Source, check_mode, draw_caption, one_caption
 from coder_plugin.errors import CoderError
 
 #: Positions from one shard to the next; no shard has so many samples.
@@ -42,13 +42,13 @@ def deal(shards: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, ra
         yield shards[number], range(first, last)
 
 
-class Stream:
+class Stream(Source):
     """A data set in shards, each read from its start to its end. Subclasses have ``num_shards`` and ``read_shard``."""
 
     name = "stream"
+    is_stream = True
     num_shards: int
-    #: The number of images; None if it is not known.
-    num_images: int | None = None
+    num_images: int | None = None  # type: ignore[assignment]
     buffer = BUFFER
     #: Whether shards are drawn with replacement, endlessly.
     resampled = False
@@ -65,10 +65,10 @@ class Stream:
             raise CoderError(f"{self.name}: the number of samples is unknown: give --train-num-samples{self._sizes}")
         return count
 
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """As of :class:`~coder_plugin.data.source.Source`, but shard n belongs to rank n modulo ``world_size``, so that each is
-        read once, and the positions of its items begin at n times :data:`STRIDE`."""
-        for shard in range(rank, self.num_shards, world_size):
+    def items(self, part: int = 0, parts: int = 1) -> Iterator[tuple[int, Item]]:
+        """Every image once over all parts: shard n belongs to part n modulo ``parts``, and the positions of its items begin at
+        n times :data:`STRIDE`."""
+        for shard in range(part, self.num_shards, parts):
             for number, item in enumerate(self.read_shard(shard)):
                 yield shard * STRIDE + number, item
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,8 @@ def open_csv(
     lines = read_lines(spec)
     if separator is None:
         separator = detect_separator(next(iter(lines), ""), (csv_img_key, csv_caption_key))
-        _note_separator(spec, separator)
+        if separator != "\t":
+            log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
     rows = read_rows(lines, separator, csv_img_key, name=spec)
     _, columns = next(rows, (0, []))
     needed = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
@@ -106,20 +107,16 @@ def open_csv(
                 image.negatives |= dict.fromkeys(check_negatives(_json_list(cells[negatives_key])))
         except BadSample as fault:
             image.fault = BadSample(fault.kind, f"line {number}: {fault}")
-    folder = Path(spec).resolve().parent
+    folders = (*(() if root is None else (root,)), Path(), Path(spec).resolve().parent)
     items = []
     for path, image in images.items():
         names = other_names(Path(path).stem)
         if image.fault is not None:
             items.append(bad_item(path, image.fault, names))
             continue
-        places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
-        load: Callable[[], Image] = partial(_load, places, (root or folder) / path) if pictures else partial(no_picture, path)
-        if pictures and _URL.match(path):
-            load = _refuse_url
-        paths = tuple(map(str, places)) if pictures else ()
         captions, negatives = tuple(image.captions), tuple(image.negatives)
-        items.append(Item(path, captions, load, names, negatives=negatives, paths=paths, metadata=image.metadata))
+        picture = picture_of(path, *(folders if pictures else (None,)))
+        items.append(Item(path, captions, names=names, negatives=negatives, metadata=image.metadata, **picture))
     return ItemSource(items, name=spec, columns=columns)
 
 
@@ -151,15 +148,6 @@ def _json_list(text: str) -> Any:
         raise BadSample("caption", f'its negatives are not a JSON list of texts, such as ["a red dog"]: {error}') from None
 
 
-_noted = {"\t"}
-
-
-def _note_separator(spec: str, separator: str) -> None:
-    if separator not in _noted:  # once: a command opens several tables, and some twice
-        _noted.add(separator)
-        log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
-
-
 def detect_separator(header: str, columns: Sequence[str]) -> str:
     """The character that separates the columns of a table: tab, comma, semicolon or bar.
 
@@ -187,7 +175,6 @@ def open_karpathy(
     *,
     split: str = "train",
     image_root: str | None = None,
-    restval: bool = True,
     pictures: bool = True,
     metadata: Sequence[str] = (),
 ) -> ItemSource:
@@ -195,9 +182,8 @@ def open_karpathy(
 
     Args:
         spec: the file.
-        split: ``train``, ``val`` or ``test``.
+        split: ``train``, which includes COCO's ``restval``, ``val`` or ``test``.
         image_root: default: ``images`` in the file's folder, else that folder. COCO's ``filepath`` is relative to it.
-        restval: whether ``train`` includes COCO's split ``restval``, as usual.
         pictures, metadata: as in :func:`~coder_plugin.data.open_source`.
 
     An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``. An
@@ -213,7 +199,7 @@ def open_karpathy(
     entries = content.get("images") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CoderError(f"{spec}: not in Karpathy's format: no list 'images' of objects")
-    splits = {split, "restval"} if split == "train" and restval else {split}
+    splits = {split, "restval"} if split == "train" else {split}
     items = [_item(root, number, entry, metadata) for number, entry in enumerate(entries) if entry.get("split") in splits]
     if not items:
         present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
@@ -238,12 +224,7 @@ def _item(root: Path | None, number: int, entry: dict[str, Any], metadata: Seque
     captions = tuple(each["raw"] for each in sentences)
     sentids = other_names(*(each.get("sentid") for each in sentences))
     kept = {name: entry.get(name) for name in metadata}
-    return Item(key, captions, names=names, caption_names=sentids, metadata=kept, **picture_of(root, key))
-
-
-def _load(places: Sequence[Path], expected: Path) -> Image:
-    """Look for the file only when loading: looking for 100,000 files first takes minutes on a network drive."""
-    return decode_image(str(next(filter(os.path.exists, places), expected)))
+    return Item(key, captions, names=names, caption_names=sentids, metadata=kept, **picture_of(key, root))
 
 
 def _refuse_url() -> NoReturn:
@@ -264,13 +245,21 @@ def picture_folder(spec: str, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def picture_of(root: Path | None, key: str) -> dict[str, Any]:
-    """``load`` and ``paths`` of the :class:`Item` whose picture is ``key`` in ``root``; None: it has none."""
-    if root is None:
+def picture_of(key: str, *folders: Path | None) -> dict[str, Any]:
+    """``load`` and ``paths`` of the :class:`Item` whose picture is ``key`` in the first folder that has it; None: it has none.
+
+    Files are looked for only when they are loaded: looking for 100,000 first takes minutes on a network drive.
+    """
+    if folders[0] is None:
         return {"load": partial(no_picture, key)}
     if _URL.match(key):
         return {"load": _refuse_url}
-    return {"load": partial(decode_image, str(root / key)), "paths": (str(root / key),)}
+    paths = tuple(str(folder / key) for folder in folders if folder is not None)
+    return {"load": partial(_load, paths), "paths": paths}
+
+
+def _load(paths: Sequence[str]) -> Image:
+    return decode_image(next(filter(os.path.exists, paths), paths[0]))
 
 
 def no_picture(key: str) -> NoReturn:

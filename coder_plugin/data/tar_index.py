@@ -7,16 +7,15 @@ import json
 import logging
 import os
 import tarfile
-import threading
 import time
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,11 @@ def scan(shard: str) -> TarIndex:
     """
     files, starts, keys, apart, end = Files(), array("Q"), set[str](), "", 0
     changed = state_of(shard)[2]
-    with open_tar(shard) as tar:
-        for sample in samples_of(tar, files, lambda *_: None):
-            files.add_sample(sample)
-            apart = apart or (sample.key if sample.key in keys else "")
-            keys.add(sample.key)
-            starts.append(sample.start)
-            end = sample.end
+    for sample in samples(shard, files, texts=False):
+        apart = apart or (sample.key if sample.key in keys else "")
+        keys.add(sample.key)
+        starts.append(sample.start)
+        end = sample.end
     starts.append(end)
     return TarIndex(np.array(starts, np.uint64), changed, apart, files)
 
@@ -152,28 +149,45 @@ def _load(path: Path, count: int) -> list[TarIndex] | None:
         return None
 
 
-class _Tar(tarfile.TarFile):
-    """A tar file that is closed when it is no longer used."""
+class _File:
+    """A shard that is open until it is no longer used."""
+
+    def __init__(self, shard: str) -> None:
+        self.file = open_local(shard)
 
     def __del__(self) -> None:
-        if self.fileobj is not None:
-            self.fileobj.close()
+        if hasattr(self, "file"):
+            self.file.close()
 
 
 @lru_cache(maxsize=MOST_OPEN)
-def _open(shard: str, changed: int, process: int, thread: int) -> _Tar:
-    """An open shard. Forked processes and threads, which would share the place in the file, have their own."""
-    file = open_local(shard)
-    tar = _Tar.taropen("", fileobj=file, tarinfo=CheckedTarInfo)  # type: ignore[call-arg,arg-type]
-    tar.firstmember = None  # type: ignore[attr-defined]  # it was read to recognise a tar file
-    return tar
+def _open(shard: str, changed: int) -> _File:
+    return _File(shard)
 
 
-def _current(shard: str, changed: int) -> _Tar:
-    tar = _open(shard, changed, os.getpid(), threading.get_ident())
-    if os.fstat(tar.fileobj.fileno()).st_mtime_ns != changed:  # type: ignore[union-attr,attr-defined]
-        raise tarfile.ReadError("it has changed since its headers were read")
-    return tar
+class _Reader:
+    """Reads a local shard from a position on, which is its own: processes and threads share the open file.
+
+    Raises:
+        ReadError: the shard has changed since ``changed``.
+    """
+
+    def __init__(self, shard: str, changed: int, position: int) -> None:
+        self._opened, self._position = _open(shard, changed), position
+        self._number = self._opened.file.fileno()
+        if os.fstat(self._number).st_mtime_ns != changed:
+            raise tarfile.ReadError("it has changed since its headers were read")
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        content = os.pread(self._number, size, self._position)
+        self._position += len(content)
+        return content
 
 
 @dataclass(frozen=True)
@@ -195,32 +209,44 @@ class Place:
     def read(self) -> bytes:
         """The content; ``CoderError`` if the shard is no longer what it was."""
         with shard_errors(self.shard):
-            file: Any = _current(self.shard, self.changed).fileobj
-            file.seek(self.offset)
-            content: bytes = file.read(self.size)
+            content = _Reader(self.shard, self.changed, self.offset).read(self.size)
             if len(content) < self.size:
                 raise tarfile.ReadError(f"it ends before byte {self.offset + self.size}: it has changed")
         return content
 
 
+def samples(shard: str, files: Files, *, texts: bool = True) -> Iterator[Sample]:
+    """The samples of a local shard in order, of which at most texts are read; the content of an image is a :class:`Place`.
+
+    Raises:
+        CoderError: the tar file is damaged.
+    """
+    changed = state_of(shard)[2]
+    with open_tar(shard) as tar:
+        for sample in samples_of(tar, files, partial(_content, tar if texts else None, shard, changed)):
+            files.add_sample(sample)
+            yield sample
+
+
 def read_sample(shard: str, index: TarIndex, number: int) -> Sample:
-    """A sample of a local shard by its position; the content of an image is a :class:`Place`.
+    """A sample of a local shard by its position, as of :func:`samples`.
 
     Raises:
         CoderError: the shard is no longer what it was.
     """
     start, end = index.starts[number : number + 2].tolist()
     with shard_errors(shard):
-        tar: Any = _current(shard, index.changed)
+        reader: Any = _Reader(shard, index.changed, start)
+        tar: Any = tarfile.TarFile(fileobj=reader, tarinfo=CheckedTarInfo)
+        tar.firstmember, tar.offset = None, start  # it has read one header, to recognise a tar file
+        reader.seek(start)  # next() seeks too, but not to the file's start
+        here = list(samples_of(tar, Files(), partial(_content, tar, shard, index.changed), end=end))
+        if len(here) != 1:
+            raise tarfile.ReadError(f"{len(here)} samples are at byte {start}: it has changed")
+    return here[0]
 
-        def read(name: str, member: tarfile.TarInfo) -> Any:
-            if name in IMAGE_FIELDS:
-                return Place(shard, member.offset_data, member.size, index.changed)
-            return tar.extractfile(member).read()
 
-        tar.offset = start
-        tar.fileobj.seek(start)  # next() seeks too, but not to the file's start
-        samples = list(samples_of(tar, Files(), read, end=end))
-        if len(samples) != 1:
-            raise tarfile.ReadError(f"{len(samples)} samples are at byte {start}: it has changed")
-    return samples[0]
+def _content(tar: Any, shard: str, changed: int, name: str, member: tarfile.TarInfo) -> Any:
+    if name in IMAGE_FIELDS:
+        return Place(shard, member.offset_data, member.size, changed)
+    return None if tar is None else tar.extractfile(member).read()

@@ -38,7 +38,6 @@ _HEADERS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _LARGEST_HEADER = 1 << 20
-_NOT_OCTAL = re.compile(rb"[89]")
 _NOTE = re.compile(r"__[^/]*__($|/)")  # webdataset's notes on a shard
 _EXPANSION = 100, 1 << 30  # a compressed shard may expand so many times, and by so many bytes in any case
 _PACKED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ"  # how files of gzip, bzip2 and xz begin
@@ -56,27 +55,6 @@ class CheckedTarInfo(tarfile.TarInfo):
 
     ``tarfile`` trusts sizes: a negative one makes some versions of it read the same header for ever.
     """
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> CheckedTarInfo:
-        """A header of 512 bytes. The usual one of a file is read here, in a third of the time, without owner, rights and date;
-        ``tarfile`` reads all others."""
-        digits, checksum = buf[124:135], buf[148:154]
-        plain = (
-            len(buf) == tarfile.BLOCKSIZE
-            and buf[156:157] == tarfile.REGTYPE
-            and not buf[345]  # no prefix of the name
-            and digits.isdigit()
-            and not buf[135]
-            and checksum.isdigit()
-            and buf[154:156] == b"\0 "
-            and not _NOT_OCTAL.search(digits + checksum)
-        )
-        if not plain or sum(buf) - sum(buf[148:156]) + 8 * 0x20 != int(checksum, 8):
-            return super().frombuf(buf, encoding, errors)  # type: ignore[arg-type]
-        header = cls(bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors))
-        header.size = int(digits, 8)
-        return header
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> CheckedTarInfo:  # type: ignore[override]
@@ -237,7 +215,8 @@ def stream(shard: str, files: Files) -> Iterator[Sample]:
         CoderError: it cannot be read, or is damaged.
     """
     limit = max(_EXPANSION[0] * os.path.getsize(local_path(shard)), _EXPANSION[1]) if is_local(shard) else math.inf
-    with shard_errors(shard), open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
+    opening: Callable[[str], AbstractContextManager[IO[bytes]]] = open_local if is_local(shard) else open_remote
+    with shard_errors(shard), opening(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
         for sample in samples_of(tar, files, lambda _, member: tar.extractfile(member).read(), limit=limit):  # type: ignore[union-attr]
             files.add_sample(sample)
             yield sample
@@ -273,11 +252,6 @@ def local_path(shard: str) -> str:
 def open_local(shard: str) -> IO[bytes]:
     """Open a shard that :func:`~coder_plugin.locations.is_local`, by its path alone; ``OSError`` if it is no regular file."""
     return open_regular(local_path(shard), "rb")
-
-
-def open_shard(shard: str) -> AbstractContextManager[IO[bytes]]:
-    """A context with the content of a shard, local or not, readable from its start to its end."""
-    return open_local(shard) if is_local(shard) else open_remote(shard)
 
 
 @contextmanager

@@ -15,22 +15,21 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from PIL.Image import Image, Resampling
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import default_collate
 
-from coder_plugin.data.bad_samples import Bad, BadSample, BadSamples, describe
-from coder_plugin.data.item import Item
+from coder_plugin.data.bad_samples import Bad, BadSample
+from coder_plugin.data.item import Item, without_image
+from coder_plugin.data.loader import load
 from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.shard_lists import recorded_size
-from coder_plugin.data.shards import ShardStream
-from coder_plugin.data.source import MOST_FILES, ItemSource, file_state
+from coder_plugin.data.source import MOST_FILES, ItemSource, file_state, preserved_rng, transformed
 from coder_plugin.data.tars import local_path
-from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
 from coder_plugin.files import remove_all_leftovers
 from coder_plugin.locations import is_local
@@ -50,31 +49,20 @@ class Finished(NamedTuple):
     bad: Counter[str]  # samples that were left out, by kind
 
 
-class Opened(Protocol):
-    """The data of a job, and the model that it runs.
-
-    ``header`` is what all files say of data, model and options, as JSON gives it back; its ``plan`` names the options.
-    """
-
-    slices: Slices
-    header: dict[str, Any]
-
-    def bad(self) -> BadSamples:
-        """A new count of bad samples."""
-
-    def write(
-        self, job: Any, units: Sequence[int], bad: BadSamples, progress: Progress | None = None
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Write the files of units, and give the header of each: ``unit``, ``rows``, ``captions`` and ``bad`` besides."""
-
-
 class Job(ABC):
     """Makes the files of a data set's units. Subclasses can be pickled."""
 
     @property
     @abstractmethod
     def opened(self) -> Any:
-        """An :class:`Opened`, which a process opens once."""
+        """The data and the model, which a process opens once: an object with
+
+        - ``slices``, the data's :class:`Slices`,
+        - ``header``, what all files say of data, model and options, as JSON gives it back; its ``plan`` names the options,
+        - ``bad()``, a new :class:`~coder_plugin.data.bad_samples.BadSamples`,
+        - ``write(job, units, bad, progress=None)``, which writes units' files and yields each unit's number and header:
+          ``unit``, ``rows``, ``captions`` and ``bad`` besides.
+        """
 
     @abstractmethod
     def path(self, unit: int) -> Path:
@@ -95,7 +83,7 @@ class Job(ABC):
 
     def header(self) -> dict[str, Any]:
         """What all files say of model, data and options."""
-        return self.opened.header
+        return self.opened.header  # type: ignore[no-any-return]
 
     def __call__(self, unit: int) -> dict[str, Any]:
         """Make a unit's file, unless it is complete: a pure function of the job and the number.
@@ -238,17 +226,19 @@ class Slices:
     """A data set in units: each shard is one, or each slice of the images of any other data.
 
     Args:
-        source: a :class:`~coder_plugin.data.source.Source`, or :class:`~coder_plugin.data.pictures.Pictures`.
+        source: a :class:`~coder_plugin.data.source.Source`.
         rows: images of a slice, from 1.
         pictures: for thumbnails of images that are read as regions: a source of their pictures; None: none.
 
     Raises:
-        CoderError: there are none, or their number is not known, so that they cannot be divided.
+        CoderError: there are none.
 
     Example:
+        >>> import torch
         >>> from coder_plugin.data import open_source
         >>> slices = Slices(open_source("scenes", count=5), 2)
-        >>> len(slices), [slices.item(handle).key for handle in slices.handles(2)]
+        >>> blocks = slices.blocks([2], lambda picture: torch.zeros(1), 4, workers=0)
+        >>> len(slices), [item.key for block in blocks for item in block.items]
         (3, ['scenes/train/000004'])
     """
 
@@ -256,14 +246,8 @@ class Slices:
         if rows < 1:
             raise CoderError(f"--rows-per-file must be at least 1, got {rows}")
         self.source, self.rows, self.pictures = source, rows, pictures
-        self._inner = getattr(source, "captions", source)  # of regions joined to captions
-        self.by_shards = hasattr(self._inner, "read_shard")
-        if self.by_shards:
-            self._count = self._inner.num_shards
-        elif source.num_images is None:
-            raise CoderError(f"{source.name}: the number of its images is not known, so they cannot be divided into files")
-        else:
-            self._count = -(-source.num_images // rows)
+        self.by_shards = hasattr(source, "read_shard")
+        self._count = source.num_shards if self.by_shards else -(-source.num_images // rows)
         if not self._count:
             raise CoderError(f"{source.name}: no images")
 
@@ -273,156 +257,107 @@ class Slices:
     @property
     def num_images(self) -> int | None:
         """The number of images, where shards need not be read for it; else None."""
-        if isinstance(self._inner, ShardStream):
-            return recorded_size(self._inner.shards)
-        return getattr(self.source, "num_images", None)
+        shards = getattr(self.source, "shards", None) if self.source.is_stream else None
+        return self.source.num_images if shards is None else recorded_size(shards)  # type: ignore[no-any-return]
 
-    def handles(self, unit: int) -> Iterator[int | Item]:
-        """The images of a unit, by position or read from a shard, which is read from its start to its end, once."""
-        if self.by_shards:
-            yield from self._inner.read_shard(unit)
-        elif hasattr(self._inner, "item"):
-            yield from range(unit * self.rows, min((unit + 1) * self.rows, self.source.num_images))
-        else:  # a reader of another package: the only block of its rank
-            yield from (item for _, item in islice(self._inner.items(unit, self._count, block=self.rows), self.rows))
+    def blocks(
+        self,
+        units: Iterable[int],
+        transform: Callable[[Any], Any] | None,
+        size: int,
+        *,
+        workers: int,
+        thumbnails: int = 0,
+        collate: Callable[..., Any] = default_collate,
+        check: Callable[[Any], None] | None = None,
+    ) -> Iterator[Block]:
+        """The images of units in order, decoded in blocks; each unit begins with a block of no images.
 
-    def item(self, handle: int | Item) -> Item:
-        """The image of a handle, in whichever process."""
-        item = self._inner.item(handle) if isinstance(handle, int) else handle
-        return item if self._inner is self.source else self.source.with_regions(item)
+        Args:
+            units: their numbers.
+            transform: of the images; None: they are not loaded.
+            size: the most images of a block.
+            workers: processes, which serve all units; 0: this one decodes.
+            thumbnails: longer side of thumbnails in pixels; 0: none.
+            collate: from a list of transformed images to the block's ``image``.
+            check: gets the first image.
+        """
+        make = partial(self._block, transform, thumbnails, collate)
+        workers = 0 if transform is None else workers
+        return load(make, self._requests(units, size, check, sent=workers > 0), workers)
 
-    def picture(self, handle: int | Item) -> Item:
-        """As :meth:`item`, the picture of an image that is read as regions."""
-        return self.pictures.item(handle) if isinstance(handle, int) else handle
+    def _requests(
+        self, units: Iterable[int], size: int, check: Callable[[Any], None] | None, *, sent: bool
+    ) -> Iterator[tuple[int, Sequence[Any]]]:
+        """The images of blocks, by position, or read from a shard: this process reads each once."""
+        for unit in units:
+            yield unit, []
+            images: Iterator[Any] = iter(range(unit * self.rows, min((unit + 1) * self.rows, self.source.num_images or 0)))
+            if self.by_shards:
+                images = self.source.read_shard(unit)
+            while block := list(islice(images, size)):
+                if sent and isinstance(block[0], Item):
+                    sent = False
+                    self._check_pickles(block[0])
+                if check is not None and (loaded := self._first(block)) is not None:
+                    check(loaded)
+                    check = None
+                yield unit, block
 
+    def _check_pickles(self, item: Item) -> None:
+        try:
+            pickle.dumps(item)
+        except Exception as error:  # of many kinds; in the queue's own thread it would be lost
+            raise CoderError(f"{self.source.name}: its samples cannot be sent to processes: use --workers 0") from error
 
-class Record(NamedTuple):
-    """What is kept of an image besides its vectors."""
+    def _first(self, images: Sequence[int | Item]) -> Any:
+        """The first image that can be read; None without any."""
+        for image in images:
+            with contextlib.suppress(OSError, BadSample):
+                return self._item(image).load()
+        return None
 
-    key: str
-    captions: tuple[str, ...]
-    path: str | None
-    member: str | None
-    metadata: dict[str, Any]
+    def _item(self, image: int | Item) -> Item:
+        """The image of a request, in whichever process; one of a shard without its regions."""
+        if isinstance(image, Item):
+            return getattr(self.source, "with_regions", lambda item: item)(image)  # type: ignore[no-any-return]
+        return self.source.item(image)  # type: ignore[no-any-return]
+
+    def _block(
+        self, transform: Callable[[Any], Any] | None, thumbnails: int, collate: Callable[..., Any],
+        request: tuple[int, Sequence[int | Item]],
+    ) -> Block:  # fmt: skip
+        unit, requested = request
+        items, block = [self._item(each) for each in requested], Block(unit, [], None, [], [])
+        images = []
+        with preserved_rng():
+            for number, picture, image in transformed(items, transform, block.bad):
+                item = items[number]
+                block.items.append(without_image(item))
+                images.append(image)
+                if thumbnails and not isinstance(picture, Image) and self.pictures is not None:
+                    picture = self._picture(requested[number], item.key)
+                shown = thumbnails and isinstance(picture, Image)
+                block.thumbnails.append(thumbnail(picture, side=thumbnails) if shown else b"")
+        return block._replace(image=collate(images) if images and transform is not None else None)
+
+    def _picture(self, image: int | Item, key: str) -> Any:
+        """The picture of an image that is read as regions; None where it is not known, or broken."""
+        try:
+            item = image if isinstance(image, Item) else self.pictures.item(image)
+            return item.load() if item.key == key else None
+        except (OSError, ValueError, IndexError):  # the last one: fewer pictures
+            return None
 
 
 class Block(NamedTuple):
     """Some images of a unit, decoded."""
 
     unit: int
-    records: list[Record]  # b
-    image: Any = None  # tensor [b, ...] or a dict of them
-    thumbnails: Sequence[bytes] = ()  # b JPEG files, empty where there is none
-    bad: Sequence[Bad] = ()
-
-
-class Decoder(Dataset):
-    """Decodes blocks, in this process or in those of a DataLoader, which serve all units. An error is returned as an object."""
-
-    def __init__(
-        self, slices: Slices, transform: Any, size: int, *, thumbnails: int = 0, collate: Callable[..., Any] = default_collate
-    ) -> None:
-        self.slices, self.transform, self.size, self.thumbnails, self.collate = slices, transform, size, thumbnails, collate
-
-    def blocks(
-        self, units: Iterable[int], workers: int, check: Callable[[Any], None] | None = None
-    ) -> Iterator[Block]:
-        """The blocks of units in order; each unit begins with a block of no images. ``check`` gets the first image."""
-        requests = self._requests(units, check, sent=workers > 0)
-        if workers and self.transform is not None:
-            loader: DataLoader[Any] = DataLoader(
-                self,
-                sampler=requests,  # type: ignore[arg-type]  # sent to a worker: here images, not numbers of them
-                batch_size=None,
-                num_workers=workers,
-                collate_fn=_identity,
-                generator=torch.Generator().manual_seed(0),
-                worker_init_fn=start_worker,
-            )
-            decoded: Iterable[Any] = loader
-        else:
-            decoded = map(self.__getitem__, requests)
-        for block in decoded:
-            if isinstance(block, CoderError):
-                raise block
-            yield block
-
-    def _requests(
-        self, units: Iterable[int], check: Callable[[Any], None] | None, *, sent: bool
-    ) -> Iterator[tuple[int, list[Any]] | CoderError]:
-        """Handles of the images of blocks. This process reads the shards, each once."""
-        try:
-            for unit in units:
-                yield unit, []
-                handles = self.slices.handles(unit)
-                while block := list(islice(handles, self.size)):
-                    if sent and isinstance(block[0], Item):
-                        sent = False
-                        self._check_pickles(block[0])
-                    if check is not None and (loaded := self._first(block)) is not None:
-                        check(loaded)
-                        check = None
-                    yield unit, block
-        except CoderError as error:  # a DataLoader may be starting its processes
-            yield error
-
-    def _check_pickles(self, item: Item) -> None:
-        try:
-            pickle.dumps(item)
-        except Exception as error:  # of many kinds; in the queue's own thread it would be lost
-            name = self.slices.source.name
-            raise CoderError(f"{name}: its samples cannot be sent to processes: use --workers 0") from error
-
-    def _first(self, handles: Sequence[int | Item]) -> Any:
-        """The first image that can be read; None without any."""
-        for handle in handles:
-            with contextlib.suppress(OSError, BadSample):
-                return self.slices.item(handle).load()
-        return None
-
-    def __getitem__(self, request: tuple[int, list[Any]] | CoderError) -> Block | CoderError:
-        if isinstance(request, CoderError):
-            return request
-        try:
-            return self._decode(*request)
-        except CoderError as error:
-            return CoderError(str(error))
-
-    def _decode(self, unit: int, handles: Sequence[int | Item]) -> Block:
-        records, images, thumbnails, bad = [], [], [], []
-        for handle in handles:
-            item = self.slices.item(handle)
-            try:
-                if item.fault is not None:
-                    raise item.fault
-                loaded = None if self.transform is None else item.load()
-            except CoderError:
-                raise
-            except (OSError, ValueError) as error:
-                bad.append(describe(item.key, error))
-                continue
-            if self.transform is not None:
-                try:
-                    images.append(self.transform(loaded))
-                except BadSample as error:  # any other error of a transform is a bug
-                    bad.append(describe(item.key, error))
-                    continue
-                thumbnails.append(self._thumbnail(handle, item.key, loaded))
-            records.append(Record(item.key, item.captions, item.path, item.member, dict(item.metadata)))
-        return Block(unit, records, self.collate(images) if images else None, thumbnails, bad)
-
-    def _thumbnail(self, handle: int | Item, key: str, loaded: Any) -> bytes:
-        if self.thumbnails and not isinstance(loaded, Image) and self.slices.pictures is not None:
-            try:
-                item = self.slices.picture(handle)
-                loaded = item.load() if item.key == key else None
-            except (OSError, ValueError, IndexError):  # the last one: fewer pictures
-                return b""
-        return thumbnail(loaded, side=self.thumbnails) if self.thumbnails and isinstance(loaded, Image) else b""
-
-
-def _identity(block: Any) -> Any:
-    return block
+    items: list[Item]  # b, without their images
+    image: Any  # tensor [b, ...] or a dict of them
+    thumbnails: list[bytes]  # b JPEG files, empty where there is none
+    bad: list[Bad]
 
 
 def thumbnail(image: Image, *, side: int) -> bytes:

@@ -21,7 +21,7 @@ import torch
 from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.shards import add_sizes, write_shard
-from coder_plugin.data.units import Block, Decoder, Finished, Job, Slices, content_digest
+from coder_plugin.data.units import Block, Finished, Job, Slices, content_digest
 from coder_plugin.detectors.base import Detector
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -142,8 +142,8 @@ class _Opened:
         self, job: RegionsJob, units: Sequence[int], bad: BadSamples, progress: Progress | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Write the shards and notes of units, and give each note."""
-        decoder = Decoder(self.slices, self.detector.preprocess, job.batch_size, collate=list)
-        for unit, blocks in groupby(decoder.blocks(units, job.workers), key=lambda block: block.unit):
+        decoded = self.slices.blocks(units, self.detector.preprocess, job.batch_size, workers=job.workers, collate=list)
+        for unit, blocks in groupby(decoded, key=lambda block: block.unit):
             note: dict[str, Any] = {**self.header, "unit": unit, "rows": 0, "captions": 0, "bad": [], "bytes": 0}
             records = self._records(blocks, note, bad, progress)
             if (first := next(records, None)) is not None:
@@ -159,18 +159,18 @@ class _Opened:
         """The regions of a unit's images; what was left out is listed in the note."""
         for block in blocks:
             faults: Sequence[Bad] = block.bad
-            bad.add(len(block.records) + len(faults), faults)
+            bad.add(len(block.items) + len(faults), faults)
             note["bad"] += faults
-            names = [record.key for record in block.records]
+            names = [item.key for item in block.items]
             try:
                 regions = self.detector.detect(block.image) if names else []
             except CoderError:
                 raise
             except ValueError as exc:  # from Regions, such as NaN in the features
                 raise CoderError(f"the detector's regions of one of {', '.join(names)} are invalid: {exc}") from exc
-            for record, each in zip(block.records, regions, strict=True):
-                note["captions"] += len(record.captions)
-                yield Record(record.key, each, record.captions)
+            for item, each in zip(block.items, regions, strict=True):
+                note["captions"] += len(item.captions)
+                yield Record(item.key, each, item.captions)
             if progress is not None:
                 progress.update(len(names) + len(faults))
 

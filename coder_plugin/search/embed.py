@@ -22,8 +22,9 @@ from coder_plugin.data import HUB
 from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
+from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures, is_pictures
-from coder_plugin.data.units import Block, Decoder, Job, Record, Slices, content_digest, region_files
+from coder_plugin.data.units import Block, Job, Slices, content_digest, region_files
 from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.build import check_data
@@ -161,9 +162,10 @@ class _Opened:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Write the files of units, and give the header of each."""
         transform = None if job.what == "captions" else self.encoder.transform
-        decoder = Decoder(self.slices, transform, self.encoder.batch_size, thumbnails=job.thumbnails)
-        check = None if transform is None else self._check
-        for unit, blocks in groupby(decoder.blocks(units, self.encoder.workers, check), key=lambda block: block.unit):
+        reading: dict[str, Any] = {"workers": self.encoder.workers, "thumbnails": job.thumbnails}
+        reading["check"] = None if transform is None else self._check
+        decoded = self.slices.blocks(units, transform, self.encoder.batch_size, **reading)
+        for unit, blocks in groupby(decoded, key=lambda block: block.unit):
             header: dict[str, Any] = {**self.header, "unit": unit, "bad": []}
             batches = self._batches(job, blocks, header, bad, progress)
             first = next(batches, None)
@@ -192,16 +194,16 @@ class _Opened:
     ) -> Iterator[Rows]:
         """The rows of a unit's blocks; what was left out is listed in the header."""
         for block in blocks:
-            bad.add(len(block.records) + len(block.bad), block.bad)
+            bad.add(len(block.items) + len(block.bad), block.bad)
             header["bad"] += [(kind, shorten(storable(key))) for kind, key, _ in block.bad]
-            if block.records:
+            if block.items:
                 yield self._rows(job, block)
             if progress is not None:
-                progress.update(len(block.records) + len(block.bad))
+                progress.update(len(block.items) + len(block.bad))
 
     def _rows(self, job: EmbedJob, block: Block) -> Rows:
         """A block's vectors."""
-        captions = [caption for record in block.records for caption in record.captions]
+        captions = [caption for record in block.items for caption in record.captions]
         images, item, texts = None, None, None
         text_tokens: dict[str, list[np.ndarray]] = {}
         if job.what != "captions":
@@ -216,14 +218,14 @@ class _Opened:
                 for name, value in (items or {}).items():
                     text_tokens[name] += list(value.numpy())
         return Rows(
-            keys=[record.key for record in block.records],
-            captions=[record.captions for record in block.records],
+            keys=[record.key for record in block.items],
+            captions=[record.captions for record in block.items],
             images=images,
             texts=texts,
-            paths=[record.path for record in block.records],
-            members=[record.member for record in block.records],
+            paths=[record.path for record in block.items],
+            members=[record.member for record in block.items],
             thumbnails=block.thumbnails,
-            columns=_columns(block.records, job.columns),
+            columns=_columns(block.items, job.columns),
             image_tokens={name: value.numpy() for name, value in (item or {}).items()},
             text_tokens=text_tokens,
         )
@@ -237,7 +239,7 @@ def _opened(job: str) -> _Opened:
 _warned: set[str] = set()
 
 
-def _columns(records: Sequence[Record], columns: Mapping[str, str]) -> dict[str, list[Any]]:
+def _columns(records: Sequence[Item], columns: Mapping[str, str]) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {name: [] for name in columns}
     for record in records:
         for name, kind in columns.items():

@@ -40,16 +40,14 @@ def test_dicts_of_tensors_are_stacked_by_key() -> None:
 
 def test_a_missing_column_is_named() -> None:
     collate = ImageTextCollator(transform, tokenizer, columns=("image", "caption", "file"))
-    with pytest.raises(CoderError, match=r"has no 'file'; it has 'image', 'caption': add it \(.* the same for all of its cap"):
+    with pytest.raises(CoderError, match=r"a pair has 'image', 'caption': .* columns=.*'file'\)\); the key"):
         collate([{"image": "p", "caption": "a"}])
-    with pytest.raises(CoderError, match=r"has no 'caption'; it has 'image', 'text': name .* columns=\('image', 'caption'"):
-        collate([{"image": "p", "text": "a"}])
 
 
 @pytest.mark.parametrize(
     "pair, message",
     [
-        (("p", "a dog"), r"a pair is a tuple of 2: make it \(picture, caption, key\); the key is the pict"),
+        (("p", "a dog"), r"a pair is a tuple of 2: make it \(picture, caption, key\), .*; the key is the pict"),
         ("p", "a pair is a str: make it"),
         (("p", ["a dog", "a cat"], "k"), "caption of a pair is a list, not a text: make a pair of each caption"),
         (("p", None, "k"), "caption of a pair is a NoneType, not a text: pass a str"),
@@ -61,7 +59,7 @@ def test_other_pairs_are_refused(pair: object, message: str) -> None:
 
 
 def test_columns_that_a_trainer_dropped_and_paths_are_named() -> None:
-    with pytest.raises(CoderError, match=r"no 'caption'; it has 'image': name .*remove_unused_columns=False\)$"):
+    with pytest.raises(CoderError, match=r"a pair has 'image' \(.*remove_unused_columns=False\)\): make it"):
         ImageTextCollator(transform, tokenizer)([{"image": "p"}])
 
     def decode(picture: object) -> torch.Tensor:

@@ -41,10 +41,10 @@ def fetched(folder: Path) -> Counter[int]:
 def test_parts_fetch_every_shard_once(tmp_path, shards, ranks):
     write_shards(tmp_path, shards=shards, size=5)
     source = open_source(spec(tmp_path, shards))
-    whole = [(position, item.key) for position, item in source.items(block=2)]
+    whole = [(position, item.key) for position, item in source.items()]
     assert [position for position, _ in whole] == [shard * STRIDE + n for shard in range(shards) for n in range(5)]
     assert fetched(tmp_path) == Counter(range(shards))
-    of_parts = [[(position, item.key) for position, item in source.items(part, ranks, block=2)] for part in range(ranks)]
+    of_parts = [[(position, item.key) for position, item in source.items(part, ranks)] for part in range(ranks)]
     assert fetched(tmp_path) == Counter(range(shards))  # 1.0 times, all parts together
     assert sorted(itertools.chain(*of_parts)) == whole
 

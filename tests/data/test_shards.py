@@ -19,6 +19,7 @@ from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.shard_lists import expand
 from coder_plugin.data.shards import LocalShards, open_shards
 from coder_plugin.data.tar_index import scan
+from coder_plugin.data.units import Slices
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
@@ -110,22 +111,10 @@ def captions(spec: str, **options: Any) -> list[tuple[str, ...]]:
     return [item.captions for _, item in open_shards(spec, **options).items()]
 
 
-def test_captions_under_another_key_as_list_or_text(tmp_path):
-    shard = caption_shard(tmp_path / "s.tar", {"texts": ["a", "b"], "captions": ["c"]}, {"texts": "one, two"})
-    assert captions(shard, caption_key="texts") == [("a", "b"), ("one, two",)]
+def test_captions_as_list_or_text(tmp_path):
+    shard = caption_shard(tmp_path / "s.tar", {"captions": ["c"]}, {"texts": "one, two"})
     assert captions(shard) == [("c",), ("caption 1",)]
     assert captions(caption_shard(tmp_path / "t.tar", {"captions": "text"})) == [("text",)]
-
-
-@pytest.mark.parametrize("content", [{"captoin": "x"}, {"caption": None, "captoin": 1}])
-def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, content):
-    shard = caption_shard(tmp_path / "s.tar", {"caption": "x"}, content)
-    items = [item for _, item in open_shards(shard, caption_key="caption").items()]
-    assert items[0].fault is None and items[1].key == "s/0001"
-    assert all(word in str(items[1].fault) for word in ["'caption'", "'captoin'", "caption_key"])
-    assert "not a list" in fault_of(caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
-    bare = write_tar(tmp_path / "u.tar", [sample(1)])
-    assert "its keys are: none" in fault_of(bare, caption_key="caption")
 
 
 def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
@@ -191,7 +180,6 @@ def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path)
     (tmp_path / "set [1]/nshards.txt").write_text("1")  # the split's own note comes first
     assert captions(folder, split="test") == found
     assert open_source(folder, split="train").samples("all") == 22
-    assert captions(folder, split="test", newline_captions=False)[0] == ("test 0 a\ntest 0 b",)
 
 
 # reading
@@ -210,10 +198,7 @@ def test_a_resampled_stream_never_ends_and_differs_between_workers(tmp_path):
 
 def test_evaluation_gives_every_image_once_with_its_position(tmp_path):
     data = write_set(tmp_path)
-    whole = [(index, item.key) for index, item in data.items()]
-    assert [index for index, _ in whole] == list(range(43))
-    parts = [[(index, item.key) for index, item in data.items(rank, 3, block=4)] for rank in range(3)]
-    assert sorted(pair for part in parts for pair in part) == whole and all(part == sorted(part) for part in parts)
+    assert [(index, data.item(index).key) for index in range(43)] == [(index, item.key) for index, item in data.items()]
 
 
 # finding and counting them
@@ -250,10 +235,8 @@ def test_local_shards_are_counted_by_their_headers_and_streams_by_notes(tmp_path
     (tmp_path / "sizes.json").write_text(json.dumps({f"s{n}.tar": 10 - 20 * (n == 3) for n in range(5)}))
     assert again().num_images == 43  # no number of samples is negative
     (tmp_path / "sizes.json").unlink()
-    (tmp_path / "__len__").write_text("41")
-    assert again().num_images == 41
-    (tmp_path / "__len__").unlink()
     assert again().num_images == 43
+    assert Slices(again(), 1).num_images is None  # shards are not read for it
     (tmp_path / "sizes.json").write_text("[]")
     assert "sizes.json" in fault(lambda: again().num_images)
 
@@ -289,6 +272,17 @@ def test_files_that_are_not_read_are_counted_and_named_once(tmp_path, caplog):
             "--hard-dereference); 2 with a further dot in the name, such as 'v1.5.png' (webdataset ends a sample's name at "
             "the first dot); 1 .npy; 1 special files, such as 'd.png'; 1 without an ending, such as 'README'"
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sample_whose_files_are_apart_is_two_bad_ones_that_say_so(tmp_path, stream):
+    path = write_tar(tmp_path / "s.tar", [("a", {"txt": b"a dog"}), ("b", {"txt": b"x", "png": png()}), ("a", {"png": png()})])
+    first, whole, last = (item for _, item in open_shards(f"pipe:cat {path}" if stream else path).items())
+    assert first.captions == ("a dog",) and whole.load().size and last.fault.kind == "caption"
+    assert "it has no captions, and files of one sample are not next to each other in its shard ('a'): sort" in str(last.fault)
+    if not stream:  # the whole shard is known
+        with pytest.raises(BadSample, match="no field jpg, .*sort it"):
+            first.load()
 
 
 # damage

@@ -15,7 +15,6 @@ from coder_plugin.data import open_source, reader_options
 from coder_plugin.data.bad_samples import BadSample, describe, nothing_to_read
 from coder_plugin.data.decode import from_picture
 from coder_plugin.data.from_config import make_source, reading_options
-from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import open_csv, open_karpathy
@@ -52,11 +51,6 @@ def fault(call, *args, **options) -> str:
     return str(caught.value)
 
 
-def source(number: int = 23, captions: int = 3) -> ItemSource:
-    texts = [tuple(f"{i}-{k}" for k in range(captions)) for i in range(number)]
-    return ItemSource([Item(f"k{i}", texts[i], Image.Image) for i in range(number)], name="made")
-
-
 def dealt(data: ItemSource, *, epoch: int = 0, captions: str = "draw", **options) -> list[str]:
     made = TrainLoader(
         data, batch_size=1, transform=lambda _: torch.zeros(1), captions=captions, seed=options.pop("seed", 3), **options,
@@ -74,6 +68,15 @@ def test_csv_rows_of_one_image_are_one_item_in_order_of_the_rows(tmp_path):
     assert [(item.key, item.captions) for item in items] == [("b.png", ("one", "three")), ("a.png", ("two",))]
 
 
+def test_a_picture_of_a_csv_that_is_missing_is_named_where_it_is_looked_for_first(tmp_path):
+    spec = write_table(tmp_path, [("nowhere/a.png", "one")])
+    (tmp_path / "root").mkdir()
+    for root, place in ((None, "nowhere/a.png"), (str(tmp_path / "root"), str(tmp_path / "root/nowhere/a.png"))):
+        with pytest.raises(FileNotFoundError) as caught:
+            open_csv(spec, image_root=root).item(0).load()
+        assert caught.value.filename == place
+
+
 def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffimage,text,rest\na.png,"a dog, a ""cat""",1\n'.encode())
@@ -89,7 +92,6 @@ def test_karpathy_splits_restval_and_folders(tmp_path):
     picture(tmp_path / "images/val/1.png")
     spec = karpathy(tmp_path)
     assert [item.key for _, item in open_karpathy(spec).items()] == ["0.png", "val/1.png"]
-    assert [item.key for _, item in open_karpathy(spec, restval=False).items()] == ["0.png"]
     assert [item.key for _, item in open_karpathy(spec, split="val").items()] == ["2.png"]
     item = [item for _, item in open_karpathy(spec).items()][1]
     assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)
@@ -183,16 +185,6 @@ def test_karpathy_faults(tmp_path, changes, words):
         (item,) = (item for _, item in data.items() if item.fault is not None)
         message = f"{data.name} {item.key!r} images[0] {item.fault}"
     assert all(word in message for word in [spec, *words]), message
-
-
-# how an epoch is dealt
-
-
-def test_evaluation_order():
-    data = source(10)
-    assert [index for index, _ in data.items()] == list(range(10))
-    parts = [[index for index, _ in data.items(rank, 2, block=3)] for rank in range(2)]
-    assert parts == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
 
 
 # opening by name

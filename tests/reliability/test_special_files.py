@@ -63,7 +63,7 @@ def test_as_a_table(make: Make, read: Callable[[str], object], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("name", ["sizes.json", "__len__", "nshards.txt"])
+@pytest.mark.parametrize("name", ["sizes.json", "nshards.txt"])
 def test_beside_shards(make: Make, name: str, tmp_path: Path) -> None:
     tarfile.open(tmp_path / "0.tar", "w").close()
     make(tmp_path / name)

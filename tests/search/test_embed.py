@@ -10,6 +10,7 @@ import pickle
 import tarfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,13 @@ import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
-from coder_plugin.data.item import Item
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.source import ItemSource
-from coder_plugin.data.units import Decoder, Slices
+from coder_plugin.data.streams import Stream
+from coder_plugin.data.units import Slices
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
@@ -228,26 +231,27 @@ def test_data_that_cannot_be_embedded(model: str, tmp_path: Path) -> None:
         job_of(model, data, tmp_path / "c", columns={"key": "string"}).run(shown=False)
 
 
-def test_slices_of_any_source() -> None:
-    """Of a reader of another package, which has only ``items``; and items that no process can be sent."""
+def test_blocks_of_slices_and_of_shards() -> None:
+    """In the order that is asked for; items of a stream that no process can be sent."""
 
-    class Reader:
-        name, num_images = "other", 7
+    class Reader(Stream):
+        name, num_shards = "other", 2
 
-        def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Any:
-            for start in range(rank * block, 7, world_size * block):
-                for number in range(start, min(start + block, 7)):
-                    yield number, Item(str(number), ("a",), lambda: Image.new("RGB", (4, 4)))
+        def read_shard(self, number: int) -> Iterator[Item]:
+            return (Item(f"{number}/{n}", ("a",), lambda: Image.new("RGB", (4, 4))) for n in range(2))
 
-    slices = Slices(Reader(), 3)
-    assert [[slices.item(handle).key for handle in slices.handles(unit)] for unit in range(len(slices))] == [
-        ["0", "1", "2"], ["3", "4", "5"], ["6"],
-    ]  # fmt: skip
-    decoder = Decoder(slices, lambda picture: torch.zeros(1), 2, thumbnails=0)
+    def keys(source: Any, units: list[int], workers: int = 0) -> list[list[str]]:
+        decoded = Slices(source, 3).blocks(units, lambda picture: torch.zeros(1), 2, workers=workers)
+        return [[item.key for item in block.items] for block in decoded]
+
+    pictures = ItemSource([Item(str(n), ("a",), partial(_picture, 0)) for n in range(7)])
+    assert len(Slices(pictures, 3)) == 3 and keys(pictures, [2, 1], 1) == [[], ["6"], [], ["3", "4"], ["5"]]
+    assert keys(Reader(), [1, 0]) == [[], ["1/0", "1/1"], [], ["0/0", "0/1"]]
+    faulty = ItemSource([bad_item("x", BadSample("caption", "none")), Item("y", ("a",), partial(_picture, 3))])
+    (_, block) = Slices(faulty, 3).blocks([0], None, 2, workers=0)  # captions alone: the broken picture does not matter
+    assert [item.key for item in block.items] == ["y"] and block.bad == [("caption", "x", "none")] and block.image is None
     with pytest.raises(CoderError, match="other: its samples cannot be sent to processes: use --workers 0"):
-        list(decoder.blocks([0], 1))
-    keys = [[record.key for record in block.records] for block in decoder.blocks([2, 1], 0)]
-    assert keys == [[], ["6"], [], ["3", "4"], ["5"]]
+        keys(Reader(), [0], 1)
     with pytest.raises(CoderError, match="--rows-per-file must be at least 1"):
         Slices(Reader(), 0)
 
@@ -257,12 +261,16 @@ def test_thumbnails_of_regions_are_of_their_pictures() -> None:
     pictures = ItemSource([Item(f"{n}", ("a",), partial(_picture, n)) for n in range(4)])
     regions = {item.key: _regions() for _, item in pictures.items()}
     slices = Slices(RegionSource(pictures, regions), 2, pictures=pictures)
-    decoder = Decoder(slices, lambda regions: torch.zeros(1), 3, thumbnails=8)
-    blocks = [block for block in decoder.blocks([1, 0], 0) if block.records]
+    decoded = slices.blocks([1, 0], lambda regions: torch.zeros(1), 3, workers=0, thumbnails=8)
+    blocks = [block for block in decoded if block.items]
     thumbnails = [file for block in blocks for file in block.thumbnails]
-    assert [record.key for block in blocks for record in block.records] == ["2", "3", "0", "1"] and thumbnails[1] == b""
+    assert [item.key for block in blocks for item in block.items] == ["2", "3", "0", "1"] and thumbnails[1] == b""
     reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
     assert reds == pytest.approx([40, 0, 20], abs=3)
+    others = ItemSource([Item(f"{n}", ("a",), partial(_picture, n)) for n in (1, 0)])
+    slices = Slices(RegionSource(pictures, regions), 4, pictures=others)
+    (_, block) = slices.blocks([0], lambda regions: torch.zeros(1), 4, workers=0, thumbnails=8)
+    assert not any(block.thumbnails)  # pictures of other keys in these places, and fewer of them
 
 
 def _picture(number: int) -> Image.Image:

@@ -8,9 +8,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from coder_plugin.data.item import without_image
 from coder_plugin.data.regions import guess_format
 from coder_plugin.data.regions.base import Entry, Record, RegionFormat, Regions, log
-from coder_plugin.data.regions.join import examples, find_rule, match, without_image
+from coder_plugin.data.regions.join import examples, find_rule, match
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import track
 from coder_plugin.registry import load
@@ -98,7 +99,7 @@ def convert(
                 f"{source}: {len(report.missing)} of {len(wanted) + len(report.missing)} images of {captions.name} have no "
                 f"regions there, such as {examples(report.missing)}; allow missing images (--missing-ok) to leave them out"
             )
-    read = 0
+    read, names = 0, set[str]()
 
     def records() -> Generator[Record, None, None]:
         nonlocal read
@@ -120,6 +121,9 @@ def convert(
                 log.warning("left out: %s: %s", image, reason)
                 report.damaged.append((name, reason))
                 continue
+            if name in names:
+                raise CoderError(f"{destination}: image {name!r} occurs twice")
+            names.add(name)
             texts = tuple(texts[:captions_per_image])
             report.captions += len(texts)
             yield Record(name, regions if extras else replace(regions, extras={}), texts)

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from coder_plugin.data.bad_samples import BadSample, allowed
-from coder_plugin.data.item import Item
+from coder_plugin.data.item import Item, without_image
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
 from coder_plugin.data.source import ItemSource, Source, file_state
 from coder_plugin.errors import CoderError
@@ -73,23 +73,16 @@ class RegionSource:
                 raise CoderError(f"{self.name}: {text}; {hint}")
             log.warning("%s: %s: they are left out", self.name, text)
 
-    @property
-    def num_images(self) -> int | None:
-        return self.captions.num_images
-
-    def samples(self, captions: str, num_samples: int | None = None) -> int:
-        return self.captions.samples(captions, num_samples)
-
-    @property
-    def groups(self) -> Sequence[int]:
-        return self.captions.groups
-
-    @property
-    def caption_counts(self) -> Sequence[int]:
-        return self.captions.caption_counts
+    def __getattr__(self, name: str) -> Any:
+        if name == "captions":  # not set yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.captions, name)  # numbers, order and samples of the epoch
 
     def item(self, index: int) -> Item:
         return self.with_regions(self.captions.item(index))
+
+    def items(self, *part: int) -> Iterator[tuple[int, Item]]:
+        yield from ((index, self.with_regions(item)) for index, item in self.captions.items(*part))
 
     def part(self, part: int, parts: int, **order: Any) -> Iterator[Item]:
         """As of a :class:`~coder_plugin.data.streams.Stream`, where the captions are one."""
@@ -98,10 +91,6 @@ class RegionSource:
     def digest(self) -> dict[str, Any]:
         files = getattr(self.regions, "files", ())
         return {**self.captions.digest(), "regions": [file_state(path) for path in files]}
-
-    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        for index, item in self.captions.items(rank, world_size, block=block):
-            yield index, self.with_regions(item)
 
     def with_regions(self, item: Item) -> Item:
         """The item with its regions as image; a bad sample as it is."""
@@ -180,11 +169,6 @@ def _candidates(item: Item) -> Iterator[tuple[Rule, str]]:
         for derivation, derived in enumerate(names_of(name) if name else ()):
             if derived is not None:
                 yield Rule(derivation, number), derived
-
-
-def without_image(item: Item) -> Item:
-    """The item without its picture, whose bytes items of shards hold in memory."""
-    return replace(item, load=partial(_no_regions, item.key))
 
 
 def examples(names: Sequence[str]) -> str:

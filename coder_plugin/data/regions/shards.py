@@ -74,37 +74,29 @@ class ShardFile(Mapping[str, Regions]):
         return len(self._places)
 
     def _index(self, shard: str) -> None:
-        from coder_plugin.data.tar_index import Place, state_of
-        from coder_plugin.data.tars import Files, open_tar, samples_of
+        from coder_plugin.data.shards import read_metadata
+        from coder_plugin.data.tar_index import samples
+        from coder_plugin.data.tars import Files
 
-        changed = state_of(shard)[2]
-        with open_tar(shard) as tar:
-
-            def read(field: str, member: tarfile.TarInfo) -> Any:
-                if field == "json":
-                    return tar.extractfile(member).read()  # type: ignore[union-attr]
-                return Place(shard, member.offset_data, member.size, changed)
-
-            files = Files()
-            for sample in samples_of(tar, files, read):
-                name, captions = sample.key, tuple[str, ...]()
-                regions, note = (sample.contents.get(field) for field in ("npz", "json"))
-                try:
-                    if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
-                        raise fault
-                    if note is not None:
-                        name, captions = _metadata(sample.key, note)
-                    if regions is None:
-                        raise BadSample("regions", "it has no regions (field npz)")
-                except BadSample as fault:
-                    self.damaged[name] = f"{shard}: sample {sample.key!r}: {fault}"
-                    continue
-                if name in self._places:
-                    other = self._places[name].shard
-                    raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
-                self._places[name] = regions
-                if captions:
-                    self.captions[name] = captions
+        files = Files()
+        for sample in samples(shard, files):
+            name, captions = sample.key, tuple[str, ...]()
+            regions, note = (sample.contents.get(field) for field in ("npz", "json"))
+            try:
+                if fault := next((each for each in (regions, note) if isinstance(each, BadSample)), None):
+                    raise fault
+                name, captions = _named(sample.key, read_metadata(note))
+                if regions is None:
+                    raise BadSample("regions", "it has no regions (field npz)")
+            except BadSample as fault:
+                self.damaged[name] = f"{shard}: sample {sample.key!r}: {fault}"
+                continue
+            if name in self._places:
+                other = self._places[name].shard
+                raise CoderError(f"{shard}: image {name!r} occurs {'twice' if other == shard else f'in {other}, too'}")
+            self._places[name] = regions
+            if captions:
+                self.captions[name] = captions
         if files.lose_samples:
             log.warning("%s: files that are not read: %s", shard, files)
 
@@ -113,8 +105,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
     """Write ``records`` as shards of a split into the folder ``path``; returns their number.
 
     Raises:
-        CoderError: ``path`` names tar files instead of a folder or already has the split, there are no records, or a name
-            occurs twice.
+        CoderError: ``path`` names tar files instead of a folder or already has the split, or there are no records.
     """
     if _is_pattern(path):
         raise CoderError(
@@ -126,7 +117,7 @@ def write(path: str, records: Iterable[Record], *, split: str = "train", shard_s
         )
     sizes: dict[str, int] = {}
     with staged_split(path, split) as temporary:
-        remaining = _each_once(path, records)
+        remaining = iter(records)
         for first in remaining:
             name = f"{split}-{len(sizes):06d}.tar"
             sizes[name] = write_shard(os.path.join(temporary, name), chain([first], islice(remaining, shard_size - 1)))
@@ -206,25 +197,11 @@ def _shards(path: str, split: str) -> list[str]:
     return list(map(local_path, shards))
 
 
-def _metadata(stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
-    try:
-        metadata = parse_json(data)
-    except ValueError as exc:
-        raise BadSample("caption", f"its json field is not JSON: {exc}") from exc
-    metadata = metadata if isinstance(metadata, dict) else {}
+def _named(stem: str, metadata: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     captions = metadata.get("captions") or []
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BadSample("caption", "'captions' in its json field is not a list of texts")
     return str(stem if metadata.get("image_id") is None else metadata["image_id"]), tuple(captions)
-
-
-def _each_once(path: str, records: Iterable[Record]) -> Iterator[Record]:
-    names: set[str] = set()
-    for record in records:
-        if record.name in names:
-            raise CoderError(f"{path}: image {record.name!r} occurs twice")
-        names.add(record.name)
-        yield record
 
 
 SHARDS = RegionFormat(open=ShardFile, write=write, matches=matches, splits=splits)

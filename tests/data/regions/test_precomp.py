@@ -278,7 +278,6 @@ def test_peers_can_read_what_is_written(tmp_path):
         (record("x", 3), ["'x' has 3 regions and 'first' 2", "write shards"]),
         (Record("x", Regions(np.ones((2, 3))), ("a", "b")), ["'x'", "float64 x 3", "'first'", "float32 x 3"]),
         (Record("x", Regions(np.ones((2, 2), "f4")), ("a", "b")), ["'x'", "x 2", "'first'", "x 3"]),
-        (record("first"), ["'first'", "occurs twice"]),
         (record("a\nb"), ["line break"]),
         (record("x", captions=["a", " \n"]), ["'x'", "empty caption"]),
     ],

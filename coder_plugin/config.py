@@ -239,7 +239,7 @@ class DataConfig:
         uses=("reading",)
     )
     max_bad_samples: float = option(
-        0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
+        0.01, "stop above this fraction of samples that cannot be used; fewer than 1,000 count as 1,000", at_least=0, below=1
     )
     max_image_pixels: int | None = option(
         None, "refuse pictures of more pixels before decoding [89,478,485; at most twice that]", at_least=1, below=178_956_971

@@ -61,8 +61,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "compare",
         help="does it help on my pictures? train losses on your data, each at its best rate, with intervals",
         description="Train each --loss on your pictures at its best learning rate, measure the differences with intervals over "
-        "images and seeds, and say what to use. Without data: clip and dcl on the built-in scenes, in minutes on a CPU. All "
-        "options of coder-plugin train are taken, for all rows.",
+        "images and seeds, and say what to use. Without data: clip and dcl on the built-in scenes, in minutes on a CPU. Other "
+        "options are those of coder-plugin train, for all rows.",
     )
     add_command(parser, Command, run, options=[name for name in options_by_name() if name not in _OWN])
 

@@ -67,7 +67,7 @@ class Extract:
     task_count: int | None = option(None, "number of tasks [in a SLURM array, its own]")
     device: str | None = option(None, "cpu, cuda, cuda:1 … [cuda if there is a GPU]")
     max_bad_samples: float = option(
-        0.01, "stop above this fraction of images that cannot be used, judged once 1,000 are read", at_least=0, below=1
+        0.01, "stop above this fraction of images that cannot be used; fewer than 1,000 count as 1,000", at_least=0, below=1
     )
 
 

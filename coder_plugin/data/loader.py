@@ -120,7 +120,7 @@ class TrainLoader:
         seed: of order, drawn captions and augmentation.
         workers: decoding processes; 0 decodes in this process.
         captions: ``draw`` (each image once an epoch with one caption) or ``all`` (every caption is a sample).
-        max_bad_samples: allowed fraction of bad samples of an epoch on this rank, judged once 1,000 are read.
+        max_bad_samples: allowed fraction of bad samples of an epoch on this rank, where fewer than 1,000 count as 1,000.
         num_samples: samples of an epoch over all ranks, for data that cannot be counted.
         pin_memory: copy batches to pinned memory if CUDA is available.
         positives: adds ``text_positive`` [B, T] int64, the tokens of a positive caption for each row; everything else stays

@@ -14,10 +14,6 @@ from coder_plugin import distributed
 from coder_plugin.contrast.autograd import Visitor, result_dtype, visit
 from coder_plugin.contrast.negatives import Block, Direction, excluded
 from coder_plugin.contrast.products import chunks, full_precision, matmul, matmul_inputs, tiles
-from coder_plugin.tensors import is_on_cpu
-
-#: The Gram form takes out same-image pairs one by one, if an image has at most this many texts in a batch.
-MAX_SAME_IMAGE = 16
 
 
 def counts(block: Block, anchors: Tensor, *, ring: bool = False) -> Tensor:
@@ -85,11 +81,6 @@ def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = 
     """
     texts, number, dtype = block.rows, number.clamp(min=1), result_dtype(images, [block])
     with full_precision(images):
-        if not ring and len(images) >= 2 * images.shape[1]:
-            repeats = _repeats(block.ids, images)
-            if repeats is not None:
-                sides = (images, texts), (texts, images)
-                return torch.stack([_gram_variance(*each, number, repeats, dtype) for each in sides])
         means = torch.stack([images.mean(0, dtype=dtype), texts.mean(0, dtype=dtype)])
         means = distributed.all_mean(means) if ring else means
         pivots, first, second = torch.zeros(3, 2, len(images), dtype=dtype, device=images.device)
@@ -138,38 +129,3 @@ def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:
         totals[0] = distributed.all_sum(totals[0])
     total = totals.sum(0)
     return total[:-1] / total[-1].clamp(min=1)
-
-
-def _gram_variance(
-    anchors: Tensor, candidates: Tensor, number: Tensor, repeats: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
-) -> Tensor:
-    """Variance from the second moment of the centred candidates [d, d]; same-image pairs are taken out one by one."""
-    mean = candidates.mean(0, dtype=dtype)
-    moment = torch.zeros_like(mean).expand(len(mean), -1).clone()
-    for part in chunks(candidates):
-        centred = candidates[part].to(dtype) - mean
-        moment.addmm_(centred.T, centred)
-    order, start, size = repeats
-    first, second = anchors.new_zeros(2, len(anchors), dtype=dtype)
-    for part in chunks(anchors):
-        rows = anchors[part].to(dtype)
-        second[part] = torch.linalg.vecdot(rows @ moment, rows)
-        for rank in range(int(size[part].max())):
-            one = candidates[order[(start[part] + rank).clamp(max=len(order) - 1)]].to(dtype).sub_(mean)
-            similarity = torch.where(rank < size[part], torch.linalg.vecdot(rows, one), 0)
-            first[part] -= similarity
-            second[part] -= similarity.square()
-    return (second / number - (first / number).square()).clamp_(min=0)
-
-
-def _repeats(ids: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Where each anchor's image is in the batch: an order by image, the first position there and the number, [n] each.
-
-    None if an image is repeated often, or if reading that would synchronise.
-    """
-    if ids is None or type(features) is not Tensor or not is_on_cpu(features):
-        return None
-    ordered, order = ids.sort()
-    start = torch.searchsorted(ordered, ids)
-    size = torch.searchsorted(ordered, ids, right=True) - start
-    return (order, start, size) if int(size.max()) <= MAX_SAME_IMAGE else None

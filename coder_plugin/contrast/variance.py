@@ -73,11 +73,14 @@ def candidate_variance(direction: Direction, number: Tensor, *, ring: bool = Fal
 
 
 @torch.no_grad()
-def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = False) -> Tensor:
+def pair_variance(
+    images: Tensor, block: Block, number: Tensor, *, kept: Tensor | None = None, ring: bool = False
+) -> Tensor:
     """Variances of images and of the block's texts as anchors, each with the other side as candidates: [2, n].
 
     Args:
         number: of the negatives of each pair, int64 [n].
+        kept: the similarities [n, n], of any value where a row is not a negative. None: made here, tile by tile.
     """
     texts, number, dtype = block.rows, number.clamp(min=1), result_dtype(images, [block])
     with full_precision(images):
@@ -91,8 +94,11 @@ def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = 
             rows, ids, pivot = visitor["rows"], visitor["ids"], visitor["pivot"]
             of_rows = torch.zeros(2, len(rows), dtype=dtype, device=rows.device)
             for part, tile in tiles(images, rows, whole_rows=True):
-                live, candidates = matmul_inputs(images[part], rows[tile], dtype=dtype)
-                similarity = matmul(live, candidates.T)
+                if kept is None:
+                    live, candidates = matmul_inputs(images[part], rows[tile], dtype=dtype)
+                    similarity = matmul(live, candidates.T)
+                else:
+                    similarity = kept[part, tile]
                 same = block.anchor_ids[part, None] == ids[tile]  # type: ignore[index]
                 centred = (similarity - pivots[0][part, None]).masked_fill_(same, 0)
                 first[0, part] += centred.sum(1)
@@ -105,14 +111,6 @@ def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = 
         (of_texts,) = visit(block, run, ring=ring, more={"pivot": pivots[1]})
         first[1], second[1] = of_texts
         return (second / number - (first / number).square()).clamp_(min=0)
-
-
-def tile_variance(similarity: Tensor, number: Tensor | int) -> Tensor:
-    """:func:`pair_variance` of one tile of similarities [n, n], about their mean, and 0 where there is no negative."""
-    squares = similarity.square()
-    sums = [each.sum(dim) for each in (similarity, squares) for dim in (1, 0)]
-    mean, square = torch.stack(sums).div_(number).split(2)
-    return square.sub_(mean.square()).clamp_(min=0)  # a fused product could round to -0
 
 
 def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:

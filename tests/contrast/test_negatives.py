@@ -19,8 +19,6 @@ from coder_plugin.contrast import (
     Pairs,
     Tiles,
     products,
-    sums,
-    tiles,
 )
 from coder_plugin.errors import CoderError
 from tests.losses.drawn import TILE_SHAPES, close, drawing, rows, second_order, tile_shape
@@ -298,8 +296,8 @@ def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
         directions = both_sides(v, w, ids)
         exact = Dense(both_sides(v.double(), w.double(), ids)).variance()
         assert exact.sqrt().max() < 1e-3 and Dense(directions).positive.min() > 0.99
-        for one_tile in (0, 1 << 24):
-            with tile_shape(900, one_tile=one_tile):
+        for kept in (0, 1 << 24):
+            with tile_shape(900, kept=kept):
                 got = Tiles(directions, mirrored=mirrored).variance()
             torch.testing.assert_close(got.double().sqrt(), exact.sqrt(), rtol=3e-3, atol=0)
 
@@ -351,15 +349,13 @@ def test_equal_rows_are_added_in_a_fixed_order_off_the_cpu() -> None:
     assert "aten::index_put_" in operations.names and "aten::index_add_" not in operations.names
 
 
-@pytest.mark.parametrize("shape", [{"one_tile": tiles.ONE_TILE}, {"kept": sums.MAX_KEPT}])
-def test_a_similarity_is_computed_once(shape: dict[str, int]) -> None:
-    """DCL's sums: one product in the forward pass, two in the backward pass. One tile serves the variance too, and the
-    positives; tiles have theirs apart."""
+def test_a_similarity_is_computed_once() -> None:
+    """DCL's sums: one product in the forward pass, which serves the variance too, and two in the backward pass."""
     v, w = (rows(drawing(k), 8, 4).requires_grad_() for k in range(2))
     ids = torch.arange(8)
-    with tile_shape(1 << 21, **shape), Operations() as operations:
+    with tile_shape(1 << 21, kept=1 << 26), Operations() as operations:
         negatives = Tiles(both_sides(v, w, ids), mirrored=True)
-        scale = 1 / (1 + negatives.variance()) if "one_tile" in shape else torch.ones(2, 8)
+        scale = 1 / (1 + negatives.variance())
         (negatives.logsumexp(scale).sum() - negatives.positive.sum()).backward()
     products = [name for name in operations.names if name in ("aten::mm", "aten::addmm_")]
     assert len(products) == 3

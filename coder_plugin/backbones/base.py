@@ -167,33 +167,7 @@ def _present(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-class WithHeads:
-    """What all models with heads have. They give ``describe_image`` and ``describe_text``: all keys of images or texts alone,
-    from which the retrieval vectors and re-ranking are computed.
-
-    Shapes: F channels of a retrieval vector, F >= D.
-    """
-
-    coder: Any
-    word_embeddings: WordEmbeddings
-    #: The input that Hugging Face's Trainer hands to metrics.
-    main_input_name = "image"
-
-    def embed_image(self, image: Any) -> Tensor:
-        """Retrieval vectors of images [B, F], or [B, V, F]: their (greatest) inner product with :meth:`embed_text` is the
-        score. A vector is the L2-normalised feature and each scoring head's block, multiplied by the roots of their weights."""
-        return self.coder.embed("image", self.describe_image(image))  # type: ignore[attr-defined]
-
-    def embed_text(self, text: Tensor) -> Tensor:
-        """Ids [B, T] -> retrieval vectors of texts [B, F]."""
-        return self.coder.embed("text", self.describe_text(text))  # type: ignore[attr-defined]
-
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """The name by which the trainers of Hugging Face call ``set_grad_checkpointing``."""
-        self.set_grad_checkpointing(True)  # type: ignore[attr-defined]
-
-
-class Backbone(WithHeads, nn.Module):
+class Backbone(nn.Module):
     """Base of the entry points of ``coder_plugin.backbones``: callables of keyword options that return one of these.
 
     Among their options are ``cache_dir`` and, in a trainer, ``example``, an image as the data load it, and ``captions``, a
@@ -205,9 +179,13 @@ class Backbone(WithHeads, nn.Module):
 
     #: The keys that heads may read besides :data:`OUTPUT_KEYS`; see ``resolver.INTERMEDIATE_KEYS``.
     intermediate_keys: frozenset[str] = frozenset()
+    #: The input that Hugging Face's Trainer hands to metrics.
+    main_input_name = "image"
 
+    coder: Any
     logit_scale: nn.Parameter
     logit_bias: nn.Parameter | None
+    word_embeddings: WordEmbeddings
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,6 +243,10 @@ class Backbone(WithHeads, nn.Module):
         """Recompute the activations of the towers' layers in the backward pass."""
         raise NotImplementedError
 
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """The name by which the trainers of Hugging Face call :meth:`set_grad_checkpointing`."""
+        self.set_grad_checkpointing(True)
+
     def forward(
         self,
         image: Any = None,
@@ -314,6 +296,15 @@ class Backbone(WithHeads, nn.Module):
         """Ids [B, T] -> pooled features of texts [B, D]."""
         features = self.text_side(text)
         return features["text_features"] if normalize else features["text_pooled"]
+
+    def embed_image(self, image: Any) -> Tensor:
+        """Retrieval vectors of images [B, F], or [B, V, F], F >= D: their (greatest) inner product with
+        :meth:`embed_text` is the score."""
+        return self.coder.embed("image", self.describe_image(image))
+
+    def embed_text(self, text: Tensor) -> Tensor:
+        """Ids [B, T] -> retrieval vectors of texts [B, F], F >= D."""
+        return self.coder.embed("text", self.describe_text(text))
 
     def describe_image(self, image: Any) -> dict[str, Tensor]:
         """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
-from coder_plugin.backbones.base import BackboneInfo, WithHeads, as_weights, forward_with_heads
+from coder_plugin.backbones.base import BackboneInfo, as_weights, forward_with_heads
 from coder_plugin.backbones.extended_class import Extended, extended_class
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
 from coder_plugin.backbones.names import CONFIGS, unknown_model
@@ -53,10 +53,18 @@ INTERMEDIATE_KEYS = frozenset(
 _CHANNEL_KEYS = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
 
 
-class CoderCLIP(Extended, WithHeads):
+class CoderCLIP(Extended):
     """Mixin of open_clip models with heads. See :func:`coder_plugin.create_model`."""
 
+    coder: Any
+    word_embeddings: WordEmbeddings
     _coder_capture: FeatureCapture | None
+    #: The input that Hugging Face's Trainer hands to metrics.
+    main_input_name = "image"
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Recompute activations in the backward pass; the trainers of Hugging Face call it."""
+        self.set_grad_checkpointing(True)  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -103,8 +111,19 @@ class CoderCLIP(Extended, WithHeads):
         outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
         return outputs, self._collect(text)
 
+    def embed_image(self, image: Tensor) -> Tensor:
+        """Images [B, 3, H, W] -> retrieval vectors [B, F]. Their inner products with :meth:`embed_text` are the scores.
+
+        A vector is the L2-normalised feature and each scoring head's block, multiplied by the roots of their weights.
+        """
+        return self.coder.embed("image", self.describe_image(image))
+
+    def embed_text(self, text: Tensor) -> Tensor:
+        """Ids [B, T] -> retrieval vectors of texts [B, F]."""
+        return self.coder.embed("text", self.describe_text(text))
+
     def describe_image(self, image: Tensor) -> dict[str, Tensor]:
-        """All keys of images [B, 3, H, W] alone, from which :meth:`embed_image` and re-ranking are computed."""
+        """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""
         self._start_capture()
         image = as_weights(self, image)
         feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]

@@ -18,7 +18,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.backbones.base import WithHeads
 from coder_plugin.backbones.clip import CoderCLIP
 from coder_plugin.backbones.feature_capture import FeatureCapture, context_keys, mask_by_pool, part_of
 from coder_plugin.backbones.names import TRANSFORMERS
@@ -199,7 +198,7 @@ class CoderTransformers(CoderCLIP):
         return super().forward(image, text, *args, **keywords)
 
     def gradient_checkpointing_enable(self, *args: Any, **keywords: Any) -> None:
-        super(WithHeads, self).gradient_checkpointing_enable(*args, **keywords)  # type: ignore[misc]
+        super(CoderCLIP, self).gradient_checkpointing_enable(*args, **keywords)  # type: ignore[misc]
 
 
 class TransformersCapture(FeatureCapture):

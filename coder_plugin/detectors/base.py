@@ -40,7 +40,7 @@ class Detector(ABC):
     there are scores. The same batch gives the same numbers on the same machine.
     """
 
-    model: nn.Module
+    model: Any
     width: int
     #: A function of a picture that can be pickled without the model.
     preprocess: Callable[[Image], Prepared]

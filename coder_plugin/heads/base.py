@@ -48,10 +48,10 @@ class TrainingFacts:
 class Head(nn.Module):
     """Base of all heads.
 
-    ``__init__`` takes :class:`BackboneInfo` and keyword-only options; a head that needs neither does not define it.
-    ``forward`` is called inside the model's forward with the keys in ``requires`` and those in ``optional`` that are there,
-    and returns keys of ``provides``. Keys that start with ``coder_`` leave the model: they must be batch-first and of fixed
-    shape. Other keys stay inside, for later heads.
+    ``__init__`` takes :class:`BackboneInfo` and keyword-only options. ``forward`` is called inside the model's forward
+    with the keys in ``requires`` and those in ``optional`` that are there, and returns keys of ``provides``. Keys that
+    start with ``coder_`` leave the model: they must be batch-first and of fixed shape. Other keys stay inside, for later
+    heads.
 
     State is persistent buffers, and forward never writes them: see :class:`~coder_plugin.heads.capabilities.KeepsState`.
 
@@ -67,6 +67,7 @@ class Head(nn.Module):
         >>> import torch
         >>> class Norms(Head):
         ...     requires, provides = ("image_pooled",), ("coder_norms",)
+        ...     def __init__(self, backbone): super().__init__()
         ...     def forward(self, image_pooled): return {"coder_norms": image_pooled.norm(dim=1)}
         >>> Norms(BackboneInfo(embed_dim=2))(image_pooled=torch.tensor([[3.0, 4.0]]))
         {'coder_norms': tensor([5.])}
@@ -91,7 +92,7 @@ class Head(nn.Module):
     #: Keys that the terms and heads of the loss read; what is not among them need not be computed.
     requested_keys: Set[str]
 
-    def __init__(self, backbone: BackboneInfo | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.requested_keys = frozenset(self.provides)
 

@@ -30,6 +30,9 @@ class Ids(Head):
     requires = ("image_id",)
     provides = ("coder_ids",)
 
+    def __init__(self, backbone: BackboneInfo) -> None:
+        super().__init__()
+
     def forward(self, image_id: Tensor) -> dict[str, Tensor]:
         return {"coder_ids": image_id}
 
@@ -50,6 +53,9 @@ class Tokens(Head):
 
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask", "text")
     provides = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
+
+    def __init__(self, backbone: BackboneInfo) -> None:
+        super().__init__()
 
     def forward(
         self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor, text: Tensor
@@ -77,6 +83,9 @@ class Views(Head):
     requires = ("image_views",)
     provides = ("coder_view_overlap",)
 
+    def __init__(self, backbone: BackboneInfo) -> None:
+        super().__init__()
+
     def forward(self, image_views: Tensor) -> dict[str, Tensor]:
         with torch.autocast(image_views.device.type, enabled=False):
             scores = F.normalize(upcast(image_views), dim=1)
@@ -102,6 +111,9 @@ class HardNegatives(Head):
     requires = ("text_negatives", "text_negative_ids")
     optional = ("negative_features",)
     provides = ("coder_negative_features", "coder_negative_ids")
+
+    def __init__(self, backbone: BackboneInfo) -> None:
+        super().__init__()
 
     @property
     def encodes_negatives(self) -> bool:

@@ -84,6 +84,7 @@ class Reranks(Head):
         >>> from coder_plugin.heads.base import BackboneInfo
         >>> class Pooled(Reranks):
         ...     requires = ("image_pooled",)
+        ...     def __init__(self, backbone): super().__init__()
         ...     def image_item(self, features): return {"vector": features["image_pooled"]}
         ...     def text_item(self, features): return {"vector": features["text_features"]}
         ...     def scorer(self, images, texts): return Products(images["vector"].float(), texts["vector"].float())

@@ -75,6 +75,7 @@ def search_command(arguments: Command) -> str:
         gpu=arguments.gpu,
         need_model=bool(arguments.text or arguments.image),
         reranker=arguments.reranker,
+        texts_only=not arguments.image,
     )
     options = {"among": arguments.among, "rerank": arguments.rerank, "where": arguments.where}
     results = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ from coder_plugin.contrast.products import (
     matmul_inputs,
     tiles,
 )
+from coder_plugin.tensors import is_on_cpu
+
+#: Of a mirrored batch with at most this many similarities they are kept for the backward pass: 256 MB of float32.
+MAX_KEPT = 1 << 26
 
 
 @any_arguments
@@ -49,8 +53,8 @@ class LogSumExp(torch.autograd.Function):
     the forward pass (``average``), and no tile is made twice.
 
     Mirrored, the rows of the only block are anchors too, with the anchors as their candidates: one product serves both, and
-    the result is [2, a]. Without a ring the similarity of each pair [a] is returned too, whose gradient is added in place.
-    ``kept``: the similarities [a, a] of a mirrored batch, -inf where a row is not a negative; no tile is made then.
+    the result is [2, a]. Without a ring the similarity of each pair [a] is returned too, whose gradient is added in place, and
+    up to ``MAX_KEPT`` similarities are kept, so that the backward pass makes no tile again.
     """
 
     @staticmethod
@@ -58,35 +62,34 @@ class LogSumExp(torch.autograd.Function):
         anchors: Tensor,
         scale: Tensor,
         ceiling: Tensor | None,
-        kept: Tensor | None,
         offset: float,
         mirrored: bool,
         ring: bool,
         average: bool,
         *fields: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         blocks, a = unflatten(fields), len(anchors)
         dtype = result_dtype(anchors, blocks)
         each_scale = scale.expand(2, a) if mirrored else scale.expand(1, a)
         top, total = anchors.new_full((a,), -torch.inf, dtype=dtype), anchors.new_zeros(a, dtype=dtype)
         averages = torch.zeros_like(anchors, dtype=dtype) if average else None
+        kept = anchors.new_empty(a, a, dtype=dtype) if mirrored and not ring and a**2 <= MAX_KEPT else None
 
         def run(visitor: Visitor, anchor_ids: Tensor | None) -> list[Tensor]:
             rows, column = visitor["rows"], None
             if mirrored:
                 column = torch.full_like(visitor["scale"], -torch.inf), torch.zeros_like(visitor["scale"])
             for part, tile in tiles(anchors, rows, whole_rows=mirrored):
-                if kept is None:
-                    live, candidates = matmul_inputs(anchors[part], rows[tile], dtype=dtype)
-                    logits = exclude(matmul(live, candidates.T), visitor, anchor_ids, part, tile, ceiling)
-                else:
-                    logits = kept[part, tile]
+                live, candidates = matmul_inputs(anchors[part], rows[tile], dtype=dtype)
+                logits = exclude(matmul(live, candidates.T), visitor, anchor_ids, part, tile, ceiling)
+                if kept is not None:
+                    kept[part, tile] = logits
                 exponentials, fade = _absorb((top, total), part, each_scale[0], logits, 1, overwrite=not mirrored)
                 if averages is not None:
                     averages[part] *= fade[:, None]
                     add_product(averages[part], exponentials, candidates)
                 if column is not None:
-                    _absorb(column, tile, visitor["scale"], logits, 0, overwrite=kept is None)
+                    _absorb(column, tile, visitor["scale"], logits, 0, overwrite=True)
             return [] if column is None else [_logarithm(*column, visitor["scale"], offset)]
 
         columns: list[Tensor] = []
@@ -103,20 +106,19 @@ class LogSumExp(torch.autograd.Function):
                 sides, positive = (anchors, blocks[0].rows), torch.empty_like(sums)
                 for part in chunks(anchors):
                     positive[part] = torch.linalg.vecdot(*(each[part].to(dtype) for each in sides))
-        return torch.stack([sums, *columns]) if mirrored else sums, positive, averages
+        return torch.stack([sums, *columns]) if mirrored else sums, positive, averages, kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        anchors, scale, ceiling, kept, ctx.offset, ctx.mirrored, ctx.ring, _, *fields = inputs
-        sums, _, averages = output
+        anchors, scale, ceiling, ctx.offset, ctx.mirrored, ctx.ring, _, *fields = inputs
+        sums, _, averages, kept = output
         ctx.set_materialize_grads(False)
-        if averages is not None:
-            ctx.mark_non_differentiable(averages)
+        ctx.mark_non_differentiable(*(each for each in (averages, kept) if each is not None))
         save(ctx, unflatten(fields), anchors, scale, ceiling, sums, averages, kept)
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor | None, positive_gradient: Tensor | None, _: Any
+        ctx: Any, gradient: Tensor | None, positive_gradient: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
         (anchors, scale, ceiling, sums, averages, kept), blocks = saved(ctx, 6)
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -125,7 +127,7 @@ class LogSumExp(torch.autograd.Function):
         if gradient is None:
             gradient = torch.zeros_like(sums)
         gradient = gradient.masked_fill(sums == -torch.inf, 0)  # of an empty sum it may be NaN
-        places = [0, 1, *range(8, len(results), FIELDS)]  # anchors, scale, rows
+        places = [0, 1, *range(7, len(results), FIELDS)]  # anchors, scale, rows
         needed = [bool(ctx.needs_input_grad[place]) for place in places]
         if wants_graph():
             inputs = [anchors, scale, *(block.rows for block in blocks)]
@@ -270,3 +272,138 @@ def _absorb(
 def _logarithm(top: Tensor, total: Tensor, scale: Tensor, offset: float) -> Tensor:
     """``log sum exp(scale * (S - offset))`` from the maximum and the sum about it."""
     return total.log().addcmul_(scale, finite(top) - offset)
+
+
+class Tile(NamedTuple):
+    """All similarities of a mirrored batch, about their mean.
+
+    Args:
+        similarity: [n, n], less ``mean``; 0 where a pair is not a negative.
+        mean: 0-d. positive: the similarity of each pair [n].
+        same: which pairs are not negatives, bool [n, n]. None: the diagonal alone.
+        number: of the negatives of each pair, at least 1: int64 [n], or one for all.
+    """
+
+    similarity: Tensor
+    mean: Tensor
+    positive: Tensor
+    same: Tensor | None
+    number: Tensor | int
+
+    @classmethod
+    def of(cls, similarity: Tensor, ids: Tensor) -> Tile:
+        """The tile of similarities, which are overwritten, of pairs of these images [n]."""
+        positive, mean = similarity.diagonal().clone(), similarity.mean()
+        similarity -= mean
+        if _are_distinct(ids):
+            tile = cls(similarity, mean, positive, None, max(1, len(ids) - 1))
+        else:
+            same = ids[:, None] == ids
+            tile = cls(similarity, mean, positive, same, (len(ids) - same.sum(1)).clamp(min=1))
+        tile.fill(0)
+        return tile
+
+    def fill(self, value: float) -> None:
+        """Write a value in place of the pairs that are not negatives."""
+        if self.same is None:
+            self.similarity.fill_diagonal_(value)
+        else:
+            self.similarity.masked_fill_(self.same, value)
+
+
+def _are_distinct(ids: Tensor) -> bool:
+    """Whether it is known that no image repeats: only on a CPU, elsewhere reading it would synchronise."""
+    if type(ids) is not Tensor or not is_on_cpu(ids):
+        return False
+    ordered = ids.sort().values
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
+@any_arguments
+class OneTile(torch.autograd.Function):
+    """The mirrored log-sum-exp and the positives of a batch whose similarities are one tile.
+
+    The exponentials of both directions are kept for the backward pass, which adds the positives' gradient to the diagonal of
+    the same product.
+    """
+
+    @staticmethod
+    def forward(images: Tensor, texts: Tensor, scale: Tensor, offset: float, tile: Tile, ids: Tensor) -> tuple[Tensor, ...]:
+        """The ``tile`` is overwritten."""
+        logits, mean = tile.similarity, tile.mean
+        each_scale = scale.expand(2, len(images))
+        stable = _has_small_exponents(logits, each_scale)
+        tile.fill(-torch.inf)
+        if stable:
+            rows, columns = (logits * each_scale[0, :, None]).exp_(), logits.mul_(each_scale[1]).exp_()
+            shift = each_scale * (mean - offset)
+        else:
+            largest = finite(torch.stack([logits.amax(1), logits.amax(0)]))
+            rows = (logits - largest[0, :, None]).mul_(each_scale[0, :, None]).exp_()
+            columns = logits.sub_(largest[1]).mul_(each_scale[1]).exp_()
+            shift = largest.add_(mean - offset).mul_(each_scale)
+        totals = torch.stack([rows.sum(1), columns.sum(0)])
+        return totals.log().add_(shift), tile.positive, rows, columns, totals
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        images, texts, scale, ctx.offset, tile, ids = inputs
+        ctx.has_negatives = tile.same is None and len(ids) > 1
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(images, texts, scale, ids, *output[2:])
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, positive_gradient: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        images, texts, scale, ids, rows, columns, totals = ctx.saved_tensors
+        rest = (None, None, None)
+        if gradient is None and positive_gradient is None:
+            return None, None, None, *rest
+        if gradient is None:
+            gradient = torch.zeros_like(totals)
+        if positive_gradient is None:
+            positive_gradient = torch.zeros_like(totals[0])
+        needed = ctx.needs_input_grad[:3]
+        if not ctx.has_negatives:
+            gradient = gradient.masked_fill(totals == 0, 0)  # of an empty sum it may be NaN
+        if wants_graph():
+
+            def statistic(images: Tensor, texts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+                dense = Dense(directions_of(images, [Block(texts, ids, ids)], mirrored=True), mirrored=True)
+                return dense.logsumexp(scale, ctx.offset), dense.positive
+
+            both = gradient, positive_gradient
+            return *dense_gradients(statistic, [images, texts, scale], needed, both), *rest
+        slope = gradient * scale
+        factors = slope / (totals if ctx.has_negatives else totals.clamp(min=torch.finfo(totals.dtype).tiny))
+        with full_precision(images):
+            v, w = matmul_inputs(images, texts, dtype=slope.dtype)
+            unit = fp16_scale(slope, w)
+            if unit is not None:
+                factors /= unit
+            slopes = (rows * factors[0, :, None]).addcmul_(columns, factors[1])
+            if w.dtype.itemsize > 2 and not needed[2]:  # the positives in the same product
+                slopes.diagonal().add_(positive_gradient)
+                return (slopes @ w).to(images.dtype), (slopes.T @ v).to(texts.dtype), None, *rest
+            results = [matmul(slopes, w), matmul(slopes.T, v)]
+            if unit is not None:
+                results = [each * unit for each in results]
+            of_scale = None
+            if needed[2]:  # as in LogSumExp
+                similarities = torch.linalg.vecdot(results[0], images.to(results[0].dtype)).sum() / scale
+                of_scale = (similarities - ctx.offset * gradient.sum()).to(scale.dtype)
+            pairs = zip(results, (images, texts), (texts, images), strict=True)
+            of_images, of_texts = (
+                result.addcmul_(other.to(result.dtype), positive_gradient[:, None]).to(live.dtype)
+                for result, live, other in pairs
+            )
+        return of_images, of_texts, of_scale, *rest
+
+
+def _has_small_exponents(similarity: Tensor, scale: Tensor) -> bool:
+    """Whether it is known that no exponential can vanish or overflow. Only on a CPU: elsewhere reading it would synchronise."""
+    if type(similarity) is not Tensor or not is_on_cpu(similarity):
+        return False
+    return max(abs(float(bound)) for bound in similarity.aminmax()) * float(scale.amax()) < 40

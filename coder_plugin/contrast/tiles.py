@@ -25,14 +25,15 @@ from coder_plugin.contrast.autograd import (
     visit,
     wants_graph,
 )
-from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives, excluded
+from coder_plugin.contrast.negatives import Block, Dense, Direction, Negatives
 from coder_plugin.contrast.products import add_product, fp16_scale, full_precision, matmul, matmul_inputs, tiles
-from coder_plugin.contrast.sums import LogSumExp
-from coder_plugin.contrast.variance import candidate_variance, counts, pair_variance
+from coder_plugin.contrast.sums import LogSumExp, OneTile, Tile
+from coder_plugin.contrast.variance import candidate_variance, counts, pair_variance, tile_variance
 from coder_plugin.tensors import add_rows, cosine_of_rows, upcast
 
-#: Of a mirrored batch with at most this many similarities they are made once, and kept: 256 MB of float32.
-MAX_KEPT = 1 << 26
+#: A mirrored batch with at most this many similarities is one tile, which is kept for the backward pass instead of computed
+#: again: 64 MB of float32, and twice that for the exponentials of both directions.
+ONE_TILE = 1 << 24
 
 
 class Tiles(Negatives):
@@ -52,7 +53,7 @@ class Tiles(Negatives):
 
     def __init__(self, directions: Sequence[Direction], *, mirrored: bool = False) -> None:
         super().__init__(directions, mirrored=mirrored)
-        self._kept: Tensor | None = None
+        self._tile: Tile | None = None
         self._positive: Tensor | None = None
         self._count: list[Tensor] | None = None
         self._variance: Tensor | None = None
@@ -82,9 +83,11 @@ class Tiles(Negatives):
     def variance(self) -> Tensor:
         if self._variance is None:
             anchors, blocks, _ = self.directions[0]
-            if self.mirrored:
-                kept = self._similarities()
-                self._variance = pair_variance(anchors, blocks[0], self._counts()[0], kept=kept, ring=self.ring)
+            if self._one_tile():
+                tile = self._make_tile()
+                self._variance = tile_variance(tile.similarity, tile.number)
+            elif self.mirrored:
+                self._variance = pair_variance(anchors, blocks[0], self._counts()[0], ring=self.ring)
             else:
                 pairs = zip(self.directions, self._counts(), strict=True)
                 self._variance = torch.stack([candidate_variance(each, n, ring=self.ring) for each, n in pairs])
@@ -93,7 +96,11 @@ class Tiles(Negatives):
     def logsumexp(self, scale: Tensor | float, offset: float = 0.0, ceiling: Tensor | None = None) -> Tensor:
         scale = torch.as_tensor(scale, device=self.directions[0].anchors.device)
         mirrored = self.mirrored and ceiling is None
-        kept = self._similarities() if mirrored else None
+        if mirrored and self._one_tile():
+            anchors, (block,), _ = self.directions[0]
+            tile, self._tile = self._make_tile(), None  # which is overwritten
+            sums, self._positive, *_ = apply(OneTile, anchors, block.rows, scale, offset, tile, block.ids)
+            return sums
         sums = []
         for k, (anchors, blocks, _) in enumerate(self.directions[: 1 if mirrored else None]):
             frozen = not any(block.rows.requires_grad for block in blocks)
@@ -101,9 +108,9 @@ class Tiles(Negatives):
             passed = (
                 scale if mirrored or not scale.ndim else scale[k],
                 None if ceiling is None else ceiling[k],
-                kept, offset, mirrored, self.ring, average and not mirrored,
+                offset, mirrored, self.ring, average and not mirrored,
             )  # fmt: skip
-            value, positive, _ = apply(LogSumExp, anchors, *passed, *flatten(blocks))
+            value, positive, *_ = apply(LogSumExp, anchors, *passed, *flatten(blocks))
             sums.append(value)
             if positive is not None:
                 self._positive = positive
@@ -137,20 +144,18 @@ class Tiles(Negatives):
             ]
         )
 
-    def _similarities(self) -> Tensor | None:
-        """All similarities of a mirrored batch, without a gradient, -inf where a row is not a negative; None of a large
-        batch, and in a ring."""
-        anchors, (block, *_), _ = self.directions[0]
-        if not self.mirrored or self.ring or len(anchors) ** 2 > MAX_KEPT:
-            return None
-        if self._kept is None:
+    def _one_tile(self) -> bool:
+        return self.mirrored and not self.ring and len(self.directions[0].anchors) ** 2 <= ONE_TILE
+
+    def _make_tile(self) -> Tile:
+        """All similarities without a gradient."""
+        if self._tile is None:
+            anchors, (block,), _ = self.directions[0]
             with full_precision(anchors):
                 v, w = matmul_inputs(anchors.detach(), block.rows.detach(), dtype=result_dtype(anchors, [block]))
-                same = excluded(block.ids, block.anchor_ids, block.valid)
-                self._kept = matmul(v, w.T)
-                if same is not None:
-                    self._kept.masked_fill_(same, -torch.inf)
-        return self._kept
+                assert block.ids is not None  # a mirrored batch has ids
+                self._tile = Tile.of(matmul(v, w.T), block.ids)
+        return self._tile
 
 
 class Ring(Tiles):

@@ -14,6 +14,10 @@ from coder_plugin import distributed
 from coder_plugin.contrast.autograd import Visitor, result_dtype, visit
 from coder_plugin.contrast.negatives import Block, Direction, excluded
 from coder_plugin.contrast.products import chunks, full_precision, matmul, matmul_inputs, tiles
+from coder_plugin.tensors import is_on_cpu
+
+#: The Gram form takes out same-image pairs one by one, if an image has at most this many texts in a batch.
+MAX_SAME_IMAGE = 16
 
 
 def counts(block: Block, anchors: Tensor, *, ring: bool = False) -> Tensor:
@@ -73,17 +77,19 @@ def candidate_variance(direction: Direction, number: Tensor, *, ring: bool = Fal
 
 
 @torch.no_grad()
-def pair_variance(
-    images: Tensor, block: Block, number: Tensor, *, kept: Tensor | None = None, ring: bool = False
-) -> Tensor:
+def pair_variance(images: Tensor, block: Block, number: Tensor, *, ring: bool = False) -> Tensor:
     """Variances of images and of the block's texts as anchors, each with the other side as candidates: [2, n].
 
     Args:
         number: of the negatives of each pair, int64 [n].
-        kept: the similarities [n, n], of any value where a row is not a negative. None: made here, tile by tile.
     """
     texts, number, dtype = block.rows, number.clamp(min=1), result_dtype(images, [block])
     with full_precision(images):
+        if not ring and len(images) >= 2 * images.shape[1]:
+            repeats = _repeats(block.ids, images)
+            if repeats is not None:
+                sides = (images, texts), (texts, images)
+                return torch.stack([_gram_variance(*each, number, repeats, dtype) for each in sides])
         means = torch.stack([images.mean(0, dtype=dtype), texts.mean(0, dtype=dtype)])
         means = distributed.all_mean(means) if ring else means
         pivots, first, second = torch.zeros(3, 2, len(images), dtype=dtype, device=images.device)
@@ -94,11 +100,8 @@ def pair_variance(
             rows, ids, pivot = visitor["rows"], visitor["ids"], visitor["pivot"]
             of_rows = torch.zeros(2, len(rows), dtype=dtype, device=rows.device)
             for part, tile in tiles(images, rows, whole_rows=True):
-                if kept is None:
-                    live, candidates = matmul_inputs(images[part], rows[tile], dtype=dtype)
-                    similarity = matmul(live, candidates.T)
-                else:
-                    similarity = kept[part, tile]
+                live, candidates = matmul_inputs(images[part], rows[tile], dtype=dtype)
+                similarity = matmul(live, candidates.T)
                 same = block.anchor_ids[part, None] == ids[tile]  # type: ignore[index]
                 centred = (similarity - pivots[0][part, None]).masked_fill_(same, 0)
                 first[0, part] += centred.sum(1)
@@ -111,6 +114,14 @@ def pair_variance(
         (of_texts,) = visit(block, run, ring=ring, more={"pivot": pivots[1]})
         first[1], second[1] = of_texts
         return (second / number - (first / number).square()).clamp_(min=0)
+
+
+def tile_variance(similarity: Tensor, number: Tensor | int) -> Tensor:
+    """:func:`pair_variance` of one tile of similarities [n, n], about their mean, and 0 where there is no negative."""
+    squares = similarity.square()
+    sums = [each.sum(dim) for each in (similarity, squares) for dim in (1, 0)]
+    mean, square = torch.stack(sums).div_(number).split(2)
+    return square.sub_(mean.square()).clamp_(min=0)  # a fused product could round to -0
 
 
 def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:
@@ -127,3 +138,38 @@ def _mean(blocks: Sequence[Block], dtype: torch.dtype, *, ring: bool) -> Tensor:
         totals[0] = distributed.all_sum(totals[0])
     total = totals.sum(0)
     return total[:-1] / total[-1].clamp(min=1)
+
+
+def _gram_variance(
+    anchors: Tensor, candidates: Tensor, number: Tensor, repeats: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Variance from the second moment of the centred candidates [d, d]; same-image pairs are taken out one by one."""
+    mean = candidates.mean(0, dtype=dtype)
+    moment = torch.zeros_like(mean).expand(len(mean), -1).clone()
+    for part in chunks(candidates):
+        centred = candidates[part].to(dtype) - mean
+        moment.addmm_(centred.T, centred)
+    order, start, size = repeats
+    first, second = anchors.new_zeros(2, len(anchors), dtype=dtype)
+    for part in chunks(anchors):
+        rows = anchors[part].to(dtype)
+        second[part] = torch.linalg.vecdot(rows @ moment, rows)
+        for rank in range(int(size[part].max())):
+            one = candidates[order[(start[part] + rank).clamp(max=len(order) - 1)]].to(dtype).sub_(mean)
+            similarity = torch.where(rank < size[part], torch.linalg.vecdot(rows, one), 0)
+            first[part] -= similarity
+            second[part] -= similarity.square()
+    return (second / number - (first / number).square()).clamp_(min=0)
+
+
+def _repeats(ids: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Where each anchor's image is in the batch: an order by image, the first position there and the number, [n] each.
+
+    None if an image is repeated often, or if reading that would synchronise.
+    """
+    if ids is None or type(features) is not Tensor or not is_on_cpu(features):
+        return None
+    ordered, order = ids.sort()
+    start = torch.searchsorted(ordered, ids)
+    size = torch.searchsorted(ordered, ids, right=True) - start
+    return (order, start, size) if int(size.max()) <= MAX_SAME_IMAGE else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -138,10 +139,47 @@ def parameters_by_name(model: nn.Module, *, tied: bool = False) -> dict[str, Ten
     return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=not tied)}
 
 
-def counterparts(copied: Iterable[tuple[str, Tensor]], online: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a copy's and its model's named tensors, as far as both have one of a :func:`plain_name`."""
-    by_name = {plain_name(name): value for name, value in online}
-    return [(value, by_name[plain_name(name)]) for name, value in copied if plain_name(name) in by_name]
+class Counterparts:
+    """Pairs of a copy's and its model's tensors of the same names, looked up once instead of in every step.
+
+    They are looked up anew where a module holds another tensor than it did. A copy of this object starts empty, also a pickled
+    one: else it would hold the model.
+    """
+
+    def __init__(self, kind: Literal["_parameters", "_buffers"]) -> None:
+        self._kind = kind
+        self._models: tuple[Any, ...] = ()  # weak references
+        self._places: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, copied: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """(the copy's, the model's), as far as both have one of a :func:`plain_name`."""
+        held = zip(self._places, self._pairs, strict=True)
+        same = all(own.get(key) is one and other.get(its) is two for (own, key, other, its), (one, two) in held)
+        if not same or [each() for each in self._models] != [copied, model]:
+            self._models, online = (weakref.ref(copied), weakref.ref(model)), _places(model, self._kind)
+            self._places = [(*place, *online[name]) for name, place in _places(copied, self._kind).items() if name in online]
+            self._pairs = [(own[key], other[its]) for own, key, other, its in self._places]
+        return self._pairs
+
+    def __deepcopy__(self, memo: Any) -> Counterparts:
+        return Counterparts(self._kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counterparts, (self._kind,)
+
+
+def _places(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """By plain name, the dict of the module that holds a tensor, and its key there; of tied ones the first name."""
+    places: dict[str, tuple[dict[str, Any], str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        held = getattr(module, kind)
+        for name, value in held.items():
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                places[plain_name(f"{prefix}.{name}" if prefix else name)] = held, name
+    return places
 
 
 def plain_name(name: str) -> str:

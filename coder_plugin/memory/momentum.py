@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
-from coder_plugin.memory.model_copy import Mode, ModelCopy, copy_values, counterparts
+from coder_plugin.memory.model_copy import Counterparts, Mode, ModelCopy, copy_values
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -48,6 +48,7 @@ class MomentumCopy(ModelCopy):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum = momentum
+        self._parameter_pairs, self._buffer_pairs = Counterparts("_parameters"), Counterparts("_buffers")
         self.register_load_state_dict_pre_hook(MomentumCopy._own_shared)
 
     def copy_from(self, model: Any) -> None:
@@ -116,7 +117,7 @@ class MomentumCopy(ModelCopy):
 
     def _pairs(self, model: Any) -> list[tuple[Tensor, Tensor]]:
         """The copy's parameters with the model's parameters of the same names."""
-        return counterparts(self.model.named_parameters(), model.named_parameters())
+        return self._parameter_pairs.of(self.model, model)
 
     def _own_shared(self, *_: Any) -> None:
         """Before weights are loaded: values for the copy must not be written into the model, which may have been frozen
@@ -135,7 +136,7 @@ class MomentumCopy(ModelCopy):
 
     def _copy_buffers(self, model: Any, statistics: Tensor | None) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
-        copy_values(counterparts(self.model.named_buffers(), model.named_buffers()))
+        copy_values(self._buffer_pairs.of(self.model, model))
         if distributed.world_size() > 1 and (own := self._statistics(self.model)):
             if statistics is None:
                 statistics = torch.cat([each.flatten() for each in own])

@@ -45,6 +45,7 @@ from coder_plugin.pretrained.export import (
 )
 from coder_plugin.pretrained.export_manifest import check_files, read_manifest
 from coder_plugin.pretrained.hub_cache import fetch
+from coder_plugin.pretrained.text_tower import open_text_tower, simple_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -240,6 +241,7 @@ def open_pretrained(
     source: Any = None,
     return_intermediates: Collection[str] = (),
     reranker: str | None = None,
+    texts_only: bool = False,
 ) -> PretrainedModel:
     """Open a model with the heads that score, in eval mode.
 
@@ -253,6 +255,8 @@ def open_pretrained(
         return_intermediates: as in :func:`coder_plugin.create_model`.
         reranker: what re-ranks shortlists in place of the model's own head: a name of the group ``coder_plugin.rerankers``,
             with options or without, such as ``maxsim`` or ``maxsim(direction=both)``. None: the model's head, if it has one.
+        texts_only: only texts will be encoded. An export without heads whose text tower is open_clip's own transformer is then
+            opened without open_clip; any other as usual.
 
     Raises:
         CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may
@@ -269,7 +273,10 @@ def open_pretrained(
     else:
         objective, names = Objective.parse("clip"), ()  # any loss without heads: the towers' features are the score
     device = default_device() if device is None else torch.device(device)
-    model = make_model(
+    tower = None
+    if texts_only and heads is None and reranker is None and _is_export(config):
+        tower = open_text_tower(config.pretrained)
+    model = tower.to(device) if tower is not None else make_model(
         config,
         objective,
         device,
@@ -285,13 +292,24 @@ def open_pretrained(
         name=name or str(config.pretrained or config.name),
         objective=str(objective) if heads is not None else objective_text,
         model=model.eval(),
-        tokenizer=make_tokenizer(config, model),
-        transform=make_transform(model, max_regions=inference.max_regions),
+        tokenizer=make_tokenizer(config, model) if tower is None else simple_tokenizer(tower.context_length),
+        transform=make_transform(model, max_regions=inference.max_regions) if tower is None else _refuse_image,
         device=device,
         config=inference,
         reranker=reranker,
         reranking=None if reranker is None else make_reranker(reranker, model.coder.backbone).to(device),
     )
+
+
+def _refuse_image(_: Any) -> Any:
+    raise CoderError("this model was opened for texts only")
+
+
+def _is_export(config: ModelConfig) -> bool:
+    """Whether the model is that of an export of open_clip's, as it is."""
+    place = None if config.pretrained is None else f"local-dir:{Path(config.pretrained).parent}"
+    plain = ModelConfig(name=config.name, pretrained=config.pretrained, channels_last=config.channels_last)
+    return config.name == place and replace(config, cache_dir=None) == plain
 
 
 def _resolve(

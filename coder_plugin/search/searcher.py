@@ -277,6 +277,7 @@ def open_searcher(
     need_model: bool = True,
     device: torch.device | None = None,
     reranker: str | None = None,
+    texts_only: bool = False,
 ) -> Searcher:
     """Open an index together with the model that made it.
 
@@ -290,6 +291,7 @@ def open_searcher(
         device: of the model; None: this process's GPU, or the CPU.
         reranker: that whose tokens the index keeps, with other options or from another package
             (:func:`~coder_plugin.pretrained.open.open_pretrained`); None: as the index was made, if the re-ranker is ours.
+        texts_only: queries are texts, or images of the index, so that the image tower need not be built.
 
     Raises:
         CoderError: no index, or a damaged one; its model has been moved, or is another one now; another re-ranker.
@@ -310,7 +312,9 @@ def open_searcher(
         if reranks and reranker is None and record.get("reranker") is not None:
             reranker = str(record["reranker"])
             check_saved_reranker(reranker, f"its {NOTE}")
-        pretrained = open_pretrained(spec, options, export=export, name=name, device=device, reranker=reranker)
+        pretrained = open_pretrained(
+            spec, options, export=export, name=name, device=device, reranker=reranker, texts_only=texts_only
+        )
     except CoderError as error:
         moved = "; if it has moved, name its folder with --model" if model is None and "--model" not in str(error) else ""
         raise CoderError(f"{folder}: its model cannot be opened: {error}{moved}") from error

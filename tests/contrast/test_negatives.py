@@ -19,6 +19,9 @@ from coder_plugin.contrast import (
     Pairs,
     Tiles,
     products,
+    sums,
+    tiles,
+    variance,
 )
 from coder_plugin.errors import CoderError
 from tests.losses.drawn import TILE_SHAPES, close, drawing, rows, second_order, tile_shape
@@ -286,18 +289,39 @@ def test_frozen_candidates_are_averaged_in_the_forward_pass(shape: dict[str, Any
         close(tiled, dense)
 
 
-# -- precision -------------------------------------------------------------------------------------------------------
+# -- the variance by the matrix of second moments --------------------------------------------------------------------
 
 
-def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
+@given(*map(st.integers, (1, 0, 0), (3, 60, 999)), st.sampled_from([2, 5, 100]), st.sampled_from([1e-3, 1.0]))
+def test_the_gram_form_of_the_variance(d: int, more: int, seed: int, images: int, spread: float) -> None:
+    """Of at least twice as many pairs as dimensions; an image's texts are taken out one by one, if they are few."""
+    generator, n = drawing(seed), 2 * d + more
+    v, w = (rows(generator, n, d, spread) for _ in range(2))
+    ids = torch.randint(images, (n,), generator=generator)
+    directions = both_sides(v, w, ids)
+    want, used, original = Dense(directions, mirrored=True).variance(), [], variance._gram_variance
+    for most in (0, 16):
+        with tile_shape(30), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(variance, "MAX_SAME_IMAGE", most)
+            patch.setattr(variance, "_gram_variance", lambda *args: used.append(1) or original(*args))
+            got = Tiles(directions, mirrored=True).variance()
+        assert not got.requires_grad and (got >= 0).all()
+        # the similarities of a narrow spread are 1 - 1e-6: their variance is that of rounding beside it
+        close(got, want, rtol=1e-7, atol=1e-13)
+    assert len(used) == 2 * int(torch.bincount(ids).max() <= 16)
+
+
+@pytest.mark.parametrize("most", [0, 16])
+def test_float32_keeps_a_small_variance_beside_a_large_mean(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variance, "MAX_SAME_IMAGE", most)
     v, w = (rows(drawing(6), 200, 8, 1e-2).float() for _ in range(2))
     w, ids = w.flip(0), torch.arange(200) // 2
     for mirrored in (True, False):
         directions = both_sides(v, w, ids)
         exact = Dense(both_sides(v.double(), w.double(), ids)).variance()
         assert exact.sqrt().max() < 1e-3 and Dense(directions).positive.min() > 0.99
-        for kept in (0, 1 << 24):
-            with tile_shape(900, kept=kept):
+        for one_tile in (0, 1 << 24):
+            with tile_shape(900, one_tile=one_tile):
                 got = Tiles(directions, mirrored=mirrored).variance()
             torch.testing.assert_close(got.double().sqrt(), exact.sqrt(), rtol=3e-3, atol=0)
 
@@ -349,13 +373,15 @@ def test_equal_rows_are_added_in_a_fixed_order_off_the_cpu() -> None:
     assert "aten::index_put_" in operations.names and "aten::index_add_" not in operations.names
 
 
-def test_a_similarity_is_computed_once() -> None:
-    """DCL's sums: one product in the forward pass, which serves the variance too, and two in the backward pass."""
+@pytest.mark.parametrize("shape", [{"one_tile": tiles.ONE_TILE}, {"kept": sums.MAX_KEPT}])
+def test_a_similarity_is_computed_once(shape: dict[str, int]) -> None:
+    """DCL's sums: one product in the forward pass, two in the backward pass. One tile serves the variance too, and the
+    positives; tiles have theirs apart."""
     v, w = (rows(drawing(k), 8, 4).requires_grad_() for k in range(2))
     ids = torch.arange(8)
-    with tile_shape(1 << 21, kept=1 << 26), Operations() as operations:
+    with tile_shape(1 << 21, **shape), Operations() as operations:
         negatives = Tiles(both_sides(v, w, ids), mirrored=True)
-        scale = 1 / (1 + negatives.variance())
+        scale = 1 / (1 + negatives.variance()) if "one_tile" in shape else torch.ones(2, 8)
         (negatives.logsumexp(scale).sum() - negatives.positive.sum()).backward()
     products = [name for name in operations.names if name in ("aten::mm", "aten::addmm_")]
     assert len(products) == 3

@@ -86,13 +86,13 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return multiplied
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("one_tile", [True, False])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str)
-def test_half_types_are_multiplied_as_they_are(dtype, bound, kept, halves) -> None:
+def test_half_types_are_multiplied_as_they_are(dtype, bound, one_tile, halves) -> None:
     """Sums in float32: value and gradients against float64 of the same features."""
     for name, loss, features in losses(dtype):
         halves.clear()
-        with tile_shape(150, anchors=5, kept=N * N if kept else 0):
+        with tile_shape(150, anchors=5, one_tile=N * N if one_tile else 0):
             got = value_and_gradient(lambda *x, f=loss: f(*x, implementation="tiled"), *features)
         assert got[1].dtype == dtype and got[0].dtype.itemsize >= 4
         check(name, loss, features, got, bound)
@@ -108,14 +108,14 @@ def test_tf32(form: str, small_tiles: None) -> None:
         check(name, loss, features, got, 2**-9)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_float16_keeps_small_slopes(kept: bool, halves: list[torch.dtype]) -> None:
+@pytest.mark.parametrize("one_tile", [True, False])
+def test_float16_keeps_small_slopes(one_tile: bool, halves: list[torch.dtype]) -> None:
     """2^-12 of a loss: single slopes are below float16's range, while gradients, their sums, are not."""
     for name, loss, features in losses(torch.float16):
         # no product in its backward pass; several features' types; a gradient that is below the range itself
         if name in ("hardest", "clip", "all, hard"):
             continue
-        with tile_shape(150, anchors=5, kept=N * N if kept else 0):
+        with tile_shape(150, anchors=5, one_tile=N * N if one_tile else 0):
             value, *gradients = value_and_gradient(
                 lambda *x, f=loss: 2**-12 * f(*x, implementation="tiled"), *features
             )

@@ -105,11 +105,11 @@ def raises_halves(function: Callable[..., Tensor], *features: Tensor, bound: flo
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def compiles(function: Callable[..., Tensor], *features: Tensor, kept: int = 1 << 24) -> None:
-    """One graph, forward and backward, with the value and gradient of eager mode. ``kept=0``: in several tiles."""
+def compiles(function: Callable[..., Tensor], *features: Tensor, one_tile: int = 1 << 24) -> None:
+    """One graph, forward and backward, with the value and gradient of eager mode. ``one_tile=0``: of several tiles."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with tile_shape(1 << 21 if kept else 20, kept=kept):
+    with tile_shape(1 << 21 if one_tile else 20, one_tile=one_tile):
         results = [value_and_gradient(each, *features) for each in (compiled, function)]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 

@@ -120,15 +120,16 @@ def close(got: Any, want: Any, **tolerance: float) -> None:
 
 @contextlib.contextmanager
 def tile_shape(
-    elements: int, *, anchors: int = 4096, kept: int = 0, whole_rows: bool = True
+    elements: int, *, anchors: int = 4096, one_tile: int = 0, kept: int = 0, whole_rows: bool = True
 ) -> Iterator[None]:
-    """Tiles of at most so many elements and anchors. ``kept``: of batches of so many similarities they are kept.
-    ``whole_rows=False``: both directions share squares, as on a GPU."""
+    """Tiles of at most so many elements and anchors. ``one_tile``: batches of so many similarities are one tile. ``kept``: of
+    so many they are kept. ``whole_rows=False``: both directions share squares, as on a GPU."""
     cut = products.tiles
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "TILE_ON_CPU", elements)
         patch.setattr(products, "MAX_ANCHORS", anchors)
-        patch.setattr(tiles, "MAX_KEPT", kept)
+        patch.setattr(tiles, "ONE_TILE", one_tile)
+        patch.setattr(sums, "MAX_KEPT", kept)
         if not whole_rows:
             for module in (sums, tiles, variance):
                 patch.setattr(module, "tiles", lambda anchors, candidates, **_: cut(anchors, candidates))
@@ -137,18 +138,18 @@ def tile_shape(
 
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
-    """Ragged tiles of a few rows; of 4 pairs and fewer the similarities are kept."""
-    with tile_shape(150, anchors=5, kept=20):
+    """Ragged tiles of a few rows, where 4 pairs and fewer are one tile."""
+    with tile_shape(150, anchors=5, one_tile=20):
         yield
 
 
-#: Ragged rows, without and with similarities that are kept; ragged squares of 5 anchors; single elements nearly; all at once.
+#: Ragged rows, without and with similarities that are kept; ragged squares of 5 anchors; single elements nearly; one tile.
 TILE_SHAPES: tuple[dict[str, Any], ...] = (
     {"elements": 150},
     {"elements": 150, "kept": 1 << 24},
     {"elements": 40, "anchors": 5, "whole_rows": False},
     {"elements": 2, "anchors": 3},
-    {"elements": 1 << 21, "kept": 1 << 24},
+    {"elements": 1 << 21, "one_tile": 1 << 24},
 )
 
 
@@ -390,7 +391,7 @@ def step_of_way(objective: str, way: str, **options: Any) -> tuple[Step, list[Te
 def steps_of_ways(objectives: Sequence[str]) -> dict[tuple[str, str], tuple[Step, list[Tensor]]]:
     """A step of each objective in each way that it supports, in small tiles."""
     steps = {}
-    with tile_shape(60, anchors=4, kept=10):
+    with tile_shape(60, anchors=4, one_tile=10):
         for objective in objectives:
             ring = all("ring" in spec.build().supports for spec in Objective.parse(objective).terms)
             steps |= {(objective, way): step_of_way(objective, way) for way in WAYS if ring or way != "ring"}

@@ -234,7 +234,7 @@ def test_half_types_are_raised_and_autocast_changes_nothing(form: str) -> None:
 
 
 def test_compiles() -> None:
-    compiles(loss_of_form("tiled"), *pair(6, 4), rows(drawing(1), 5, 4), kept=0)
+    compiles(loss_of_form("tiled"), *pair(6, 4), rows(drawing(1), 5, 4), one_tile=0)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -193,12 +193,12 @@ def test_half_types_are_raised_but_where_open_clip_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "kept", "hard"), [("tiled", 1 << 24, False), pytest.param("reference", 0, True, marks=pytest.mark.slow)]
+    ("form", "one_tile", "hard"), [("tiled", 1 << 24, False), pytest.param("reference", 0, True, marks=pytest.mark.slow)]
 )
-def test_compiles(form: str, kept: int, hard: bool) -> None:
+def test_compiles(form: str, one_tile: int, hard: bool) -> None:
     options = hard_of(5, 3, 4, 1) if hard else {}
     loss = lambda v, w, scale: clip_of_features(v, w, scale, implementation=form, **options)  # noqa: E731
-    compiles(loss, *pair(5, 4), number(3.0), kept=kept)
+    compiles(loss, *pair(5, 4), number(3.0), one_tile=one_tile)
 
 
 @pytest.mark.parametrize("form", FORMS)

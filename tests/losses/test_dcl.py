@@ -356,8 +356,8 @@ def test_shares_of_the_anchors_average_to_the_whole_batch(kind: Any) -> None:
 def test_derivatives(form: str, name: str) -> None:
     """First and second, with the weights held, whose gradient stops."""
     loss, features = case(name)
-    kept = form == "tiled" and name in ("plain", "printed", "bank")
-    for shape in (TILE_SHAPES[1], TILE_SHAPES[-1])[: 1 + kept]:
+    one_tile = form == "tiled" and name in ("plain", "printed", "bank")
+    for shape in (TILE_SHAPES[1], TILE_SHAPES[-1])[: 1 + one_tile]:
         with tile_shape(**shape), held_weights(written):
             second_order(lambda *x: loss(*x, implementation=form), *features)
 
@@ -455,14 +455,14 @@ def test_half_features_are_raised(dtype: torch.dtype, form: str) -> None:
         assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("one_tile", [True, False])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str)
-def test_half_features_multiplied_as_on_a_gpu(dtype, bound, kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_features_multiplied_as_on_a_gpu(dtype, bound, one_tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in float32. In float16 also of a loss of 2^-12, whose single slopes are below float16's range."""
     monkeypatch.setattr(products, "multiplies_halves", lambda device: True)
     hard = {"negatives": rows(drawing(3), 40, 32).to(dtype), "image_ids": torch.arange(60) // 2}
     features, truth = [each.to(dtype) for each in pair(60, 32, seed=1, spread=2.0)], {}
-    with tile_shape(1000, anchors=20, kept=60 * 60 if kept else 0):
+    with tile_shape(1000, anchors=20, one_tile=60 * 60 if one_tile else 0):
         for scale in (1, 2**-12) if dtype == torch.float16 else (1,):
             for options in ({}, hard, {"anchors": slice(9, 40)}):
                 passed = {key: each.double() if key == "negatives" else each for key, each in options.items()}
@@ -493,10 +493,10 @@ def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
 # -- compilation and memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "kept"), [pytest.param("auto", 1 << 24, marks=pytest.mark.slow), ("tiled", 0)])
-def test_compiled_without_a_graph_break(form: str, kept: int) -> None:
+@pytest.mark.parametrize(("form", "one_tile"), [pytest.param("auto", 1 << 24, marks=pytest.mark.slow), ("tiled", 0)])
+def test_compiled_without_a_graph_break(form: str, one_tile: int) -> None:
     loss, features = case("printed")
-    compiles(lambda *x: loss(*x, implementation=form), *features, kept=kept)
+    compiles(lambda *x: loss(*x, implementation=form), *features, one_tile=one_tile)
 
 
 @pytest.mark.slow

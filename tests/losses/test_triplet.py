@@ -295,7 +295,7 @@ def test_half_types_are_raised_and_autocast_changes_nothing(hardest: bool, form:
 def test_compiles(hardest: bool, form: str) -> None:
     passed = {"image_ids": IDS, "hardest": hardest, "margin": 0.5, "implementation": form}
     loss = lambda v, w, further: triplet_of_features(v, w, negatives=further, **passed)  # noqa: E731
-    compiles(loss, *pair(5, 4, seed=2), rows(drawing(2), 3, 4), kept=0)
+    compiles(loss, *pair(5, 4, seed=2), rows(drawing(2), 3, 4), one_tile=0)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -107,7 +107,7 @@ def build(path: str, **options: Any) -> Any:
 
     Args:
         path: the file.
-        options: of :class:`~coder_plugin.backbones.region_text.Options`, which the file does not hold.
+        options: of :class:`~coder_plugin.backbones.region_options.Options`, which the file does not hold.
 
     Raises:
         CoderError: a file of none of the three models; an option that the file decides; another vocabulary.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from coder_plugin import recipes, registry
-from coder_plugin.backbones.region_text import Options
+from coder_plugin.backbones.region_options import Options
 from coder_plugin.training.optim import create_optimizer
 from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coder_plugin import create_loss, create_model, recipes, registry
-from coder_plugin.backbones.region_text import Options
+from coder_plugin.backbones.region_options import Options
 from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads

@@ -231,7 +231,7 @@ def create_clip(
         init_decoder(model)
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
-    model.coder_config = effective_config(config, options) if config else None
+    model.coder_config = effective_config(config, options)
     return model
 
 

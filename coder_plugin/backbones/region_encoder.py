@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
-from coder_plugin.backbones.gpo import GPO, Decoder
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
+from coder_plugin.backbones.region_options import Options
 from coder_plugin.masked import greatest, last_state, mean, unit_channels, valid_first
-
-Context = Literal["none", "camera", "vsrn"]
-Pooling = Literal["gpo", "mean", "max", "views", "gru"]
 
 
 class Encoded(NamedTuple):
@@ -44,55 +42,33 @@ class RegionEncoder(nn.Module):
     (VSRN), the last state of a GRU over the regions in their order.
 
     Args:
-        region_dim: R.
-        embed_dim: D.
-        gpo_decoder: GPO's decoder, for ``gpo``.
-        heads: number of attention heads, for ``camera``.
-        views: V, for ``views``.
-        batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, no division of the projections by norms.
-        normalise_locals: the locals are what the context stage reads, divided by these norms (released by SelfAlign's
-            authors). False: the projections.
-        boxes: whether ``camera`` reads them; False: its attention without positions (ours).
+        options: the model's; those of its text tower are not read.
 
     Raises:
-        ValueError: options out of range.
+        ValueError: ``heads`` that do not divide D, or no views.
     """
 
-    def __init__(
-        self,
-        region_dim: int,
-        embed_dim: int,
-        *,
-        mlp: bool = True,
-        context: Context = "none",
-        pooling: Pooling = "gpo",
-        gpo_decoder: Decoder = "linear",
-        heads: int = 64,
-        views: int = 12,
-        batch_norm: bool = False,
-        normalise_locals: bool = False,
-        boxes: bool = True,
-    ) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        if context not in get_args(Context):
-            raise ValueError(f"context must be one of {', '.join(get_args(Context))}, got {context!r}")
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"image pooling must be one of {', '.join(get_args(Pooling))}, got {pooling!r}")
-        self.context, self.pooling, self.normalise_locals = context, pooling, normalise_locals
+        region_dim, embed_dim = options.region_dim, options.embed_dim
+        self.context, self.pooling, self.normalise_locals = options.context, options.image_pooling, options.normalise_locals
         self.fc = nn.Linear(region_dim, embed_dim)
         bound = math.sqrt(6 / (region_dim + embed_dim))
         nn.init.uniform_(self.fc.weight, -bound, bound)
         nn.init.zeros_(self.fc.bias)
-        self.mlp = _MLP(region_dim, embed_dim // 2, embed_dim) if mlp else None
-        self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=boxes) if context == "camera" else None
-        self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4)) if context == "vsrn" else None
+        self.mlp = _MLP(region_dim, embed_dim // 2, embed_dim) if options.mlp else None
+        self.attention = self.graph = None
+        if self.context == "camera":
+            self.attention = GatedSelfAttention(embed_dim, heads=options.heads, positions=options.boxes)
+        elif self.context == "vsrn":
+            self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4))
         self.pool: GPO | Views | None = None
-        if pooling == "gpo":
-            self.pool = GPO(decoder=gpo_decoder)
-        elif pooling == "views":
-            self.pool = Views(embed_dim, views=views)
-        self.rnn = GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
-        self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
+        if self.pooling == "gpo":
+            self.pool = GPO(decoder=options.gpo_decoder)
+        elif self.pooling == "views":
+            self.pool = Views(embed_dim, views=options.views)
+        self.rnn = GRU(embed_dim, embed_dim, batch_first=True) if self.pooling == "gru" else None
+        self.norm = nn.BatchNorm1d(embed_dim) if options.batch_norm else None
 
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:
         """Encode a dict of ``features`` [B, L, R], bool ``mask`` [B, L] with at least one region in each row and, optionally,

@@ -6,7 +6,7 @@ Shapes: B batch, T token positions, D joint dimension, E channels of the word em
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from coder_plugin.backbones.context import GatedSelfAttention
-from coder_plugin.backbones.gpo import GPO, Decoder
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
+from coder_plugin.backbones.region_options import Options
 from coder_plugin.backbones.untrusted import check_folder
 from coder_plugin.hub_access import loading
 from coder_plugin.masked import unit_channels
-
-TextPooling = Literal["gpo", "mean", "max", "last"]
 
 
 class TextEncoder(nn.Module):
@@ -36,23 +35,11 @@ class TextEncoder(nn.Module):
     are the locals (released by SelfAlign's authors; CAMERA's own text encoder does not divide).
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        *,
-        pad: int,
-        pooling: TextPooling,
-        gpo_decoder: Decoder,
-        context: Literal["none", "camera"],
-        heads: int,
-        normalise_locals: bool = False,
-    ) -> None:
+    def __init__(self, options: Options, *, pad: int) -> None:
         super().__init__()
-        if pooling not in get_args(TextPooling):
-            raise ValueError(f"text pooling must be one of {', '.join(get_args(TextPooling))}, got {pooling!r}")
-        self.pad, self.pooling, self.normalise_locals = pad, pooling, normalise_locals
-        self.pool = GPO(decoder=gpo_decoder) if pooling == "gpo" else None
-        self.context = _CameraText(embed_dim, heads=heads) if context == "camera" else None
+        self.pad, self.pooling, self.normalise_locals = pad, options.text_pooling, options.normalise_locals
+        self.pool = GPO(decoder=options.gpo_decoder) if self.pooling == "gpo" else None
+        self.context = _CameraText(options.embed_dim, heads=options.heads) if options.text_context == "camera" else None
 
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids [B, T] -> locals [B, T, ·], tokens [B, T, D] before the context stage, and the state after the last word
@@ -98,34 +85,15 @@ class BertText(TextEncoder):
             builds no autograd graph.
     """
 
-    def __init__(
-        self,
-        transformer: Any,
-        embed_dim: int,
-        *,
-        pad: int,
-        pooling: TextPooling = "gpo",
-        gpo_decoder: Decoder = "linear",
-        context: Literal["none", "camera"] = "none",
-        heads: int = 64,
-        normalise_locals: bool = False,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            pad=pad,
-            pooling=pooling,
-            gpo_decoder=gpo_decoder,
-            context=context,
-            heads=heads,
-            normalise_locals=normalise_locals,
-        )
-        if pooling == "last":
+    def __init__(self, options: Options, transformer: Any, *, pad: int) -> None:
+        super().__init__(options, pad=pad)
+        if self.pooling == "last":
             raise ValueError("text pooling 'last' needs a recurrent encoder: use gpo, mean or max with BERT")
         self.transformer = transformer
         #: True when all parameters of the transformer are locked. A momentum copy has no gradients either, but may be in
         #: training mode.
         self.frozen = False
-        self.proj = nn.Linear(transformer.config.hidden_size, embed_dim)
+        self.proj = nn.Linear(transformer.config.hidden_size, options.embed_dim)
 
     def train(self, mode: bool = True) -> BertText:
         super().train(mode)
@@ -146,32 +114,20 @@ class BertText(TextEncoder):
 class BiGRUText(TextEncoder):
     """Word vectors and a GRU over them: the mean of both directions (VSE-infinity), or one direction (VSRN).
 
+    With ``word_projection`` a linear layer projects the word vectors to D; its outputs are the GRU's input and the locals.
+
     Args:
         words: size of the vocabulary.
-        word_dim: E.
-        layers: number of layers of the GRU.
-        word_projection: project the word vectors to D by a linear layer, whose outputs are the GRU's input and the locals.
     """
 
-    def __init__(
-        self,
-        words: int,
-        embed_dim: int,
-        *,
-        pad: int = 0,
-        word_dim: int = 300,
-        word_projection: bool = False,
-        layers: int = 1,
-        bidirectional: bool = True,
-        pooling: TextPooling = "gpo",
-        gpo_decoder: Decoder = "linear",
-    ) -> None:
-        super().__init__(embed_dim, pad=pad, pooling=pooling, gpo_decoder=gpo_decoder, context="none", heads=1)
-        self.embed = nn.Embedding(words, word_dim)
+    def __init__(self, options: Options, *, words: int, pad: int = 0) -> None:
+        super().__init__(options, pad=pad)
+        self.embed = nn.Embedding(words, options.word_dim)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
-        self.project = nn.Linear(word_dim, embed_dim) if word_projection else None
-        width = embed_dim if word_projection else word_dim
-        self.rnn = GRU(width, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+        self.project = nn.Linear(options.word_dim, options.embed_dim) if options.word_projection else None
+        width = options.embed_dim if options.word_projection else options.word_dim
+        shape = (width, options.embed_dim, options.text_layers)
+        self.rnn = GRU(*shape, batch_first=True, bidirectional=options.bidirectional)
 
     @property
     def reads_forward(self) -> bool:

@@ -145,9 +145,11 @@ class WordVectors:
         moments = np.zeros(3)  # values, their sum, the sum of their squares
         dim, rows, announced = 0, 0, None
         for number, line in self._lines():
-            if number == 1:
-                announced, dim = self._first(line)
-                if announced is not None:
+            if not dim:
+                head = line.split()
+                dim = max(1, len(head) - 1)
+                if len(head) == 2 and all(field.isdigit() for field in head) and int(head[1]):
+                    announced, dim = map(int, head)  # word2vec's first line
                     continue
             if rows >= SIGMA_ROWS and line.split(b" ", 1)[0] not in heads and line.count(b" ") == dim:
                 rows += 1
@@ -200,45 +202,24 @@ class WordVectors:
             else:
                 yield file
 
-    def _first(self, line: bytes) -> tuple[int | None, int]:
-        """The number of rows, if this is word2vec's first line, and the dimensions."""
-        fields = line.split()
-        if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]) > 0:
-            return int(fields[0]), int(fields[1])
-        numbers = _trailing(fields)
-        if not numbers:
-            raise CoderError(f"{self.path}: line 1 is not 'word v1 … vd'{_HINT}")
-        return None, numbers
-
     def _row(self, number: int, line: bytes, dim: int) -> tuple[bytes, np.ndarray]:
         """The word and its d values, float64. A word may hold spaces (GloVe 840B), so columns count from the right."""
         fields = line.split()
-        numbers = [value for value in map(_number, fields[-dim:]) if value is not None]
-        short = len(fields) <= dim
-        if not short and len(numbers) == dim and (len(fields) == dim + 1 or _number(fields[-dim - 1]) is None):
-            return b" ".join(fields[:-dim]), np.array(numbers)
-        numbers_present = _trailing(fields)
-        if numbers_present in (0, dim):
-            raise CoderError(f"{self.path}: line {number} is not 'word v1 … v{dim}' with finite numbers{_HINT}")
-        raise CoderError(f"{self.path}: line {number} has {numbers_present} dimensions, but the lines before it have {dim}")
+        word, values = fields[:-dim], _numbers(fields[-dim:])
+        if not word or values is None or (len(word) > 1 and _numbers(word[-1:]) is not None):
+            raise CoderError(
+                f"{self.path}: line {number} is not 'word v1 … v{dim}' with finite numbers: it has {len(fields) - 1} columns "
+                f"after the word{_HINT}"
+            )
+        return b" ".join(word), values
 
 
 _HINT = " (a text file of GloVe or word2vec is needed; gensim converts binary files)"
 
 
-def _trailing(fields: list[bytes]) -> int:
-    """How many numbers a line ends in, finite or not; its first field is always a word."""
-    count = 0
+def _numbers(fields: list[bytes]) -> np.ndarray | None:
+    """The numbers in fields; None if one is not a finite number."""
     with suppress(ValueError):
-        for field in fields[:0:-1]:
-            float(field)
-            count += 1
-    return count
-
-
-def _number(field: bytes) -> float | None:
-    try:
-        value = float(field)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        values = np.array(fields, dtype=np.float64)
+        return values if np.isfinite(values).all() else None
+    return None

@@ -34,20 +34,21 @@ class Prepared(NamedTuple):
 
 
 class Detector(ABC):
-    """Turns pictures into regions. ``preprocess`` runs in workers, ``detect`` on the model's device.
+    """Turns pictures into regions, by the network ``model``. ``preprocess`` runs in workers, ``detect`` on the model's device.
 
     Regions have float32 features [L, ``width``] and boxes in pixels of the original picture, in order of descending score if
     there are scores. The same batch gives the same numbers on the same machine.
     """
 
+    model: Any
     width: int
     #: A function of a picture that can be pickled without the model.
     preprocess: Callable[[Image], Prepared]
 
     @property
-    @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The networks that the results depend on."""
+        return [self.model]
 
     @abstractmethod
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:

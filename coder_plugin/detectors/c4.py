@@ -118,10 +118,6 @@ class C4(Detector):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.transform = GeneralizedRCNNTransform(image_size, max_size, list(_MEANS), [1.0, 1.0, 1.0])
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [self.model]
-
     @torch.inference_mode()
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:
         tensors = [torch.tensor(each.pixels).to(self.device).permute(2, 0, 1).flip(0).float() for each in pictures]

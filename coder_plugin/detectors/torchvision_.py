@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
 from coder_plugin.data.regions.base import Regions
@@ -65,10 +65,6 @@ class TorchVision(Detector):
         self.device = make_device(device)
         self.model = _build(model, weights).eval().requires_grad_(False).to(self.device)
         self.width = self.model.roi_heads.box_predictor.cls_score.in_features
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [self.model]
 
     @torch.inference_mode()
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:

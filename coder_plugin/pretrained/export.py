@@ -26,12 +26,9 @@ from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, atomic_path, atomic_write, read_json
-from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import affects_ranking, heads_having
-from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export_manifest import MANIFEST, MARK, WITH_HEADS, read_manifest, seal, verify_export
-from coder_plugin.pretrained.saved_model import check_saved_model
 from coder_plugin.registry import load
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; region models have their own name
@@ -48,18 +45,6 @@ INFERENCE_OPTIONS = ("max_regions", "precision", "rerank", "channels_last")
 
 #: The largest number in the options of heads.
 _MOST = 1 << 20
-#: Options that an export stores besides if open_clip's configuration, which holds them otherwise, could not be read.
-CONFIGURATION_OPTIONS = (
-    "model",
-    "force_image_size",
-    "force_context_length",
-    "force_quick_gelu",
-    "force_custom_text",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-)
 
 
 def export_model(
@@ -82,8 +67,7 @@ def export_model(
         folder: made if it does not exist; an export in it is replaced.
         state: the model's state dict, if it has been gathered already; None: taken from the model.
         tokenizer: open_clip's. The files of a Hugging Face tokenizer are written, because ``local-dir:`` looks for them.
-        options: :data:`INFERENCE_OPTIONS` and :data:`CONFIGURATION_OPTIONS` by name. The latter are stored only if
-            open_clip's configuration could not be read (from a hub that cannot be reached).
+        options: :data:`INFERENCE_OPTIONS` by name, and ``objective``, the loss as text.
         step: of the run, for :func:`exported_step`.
 
     Returns:
@@ -143,13 +127,12 @@ def write_export(
         text: Any = getattr(getattr(model, "text", None), "config", None)
         if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape; open_clip would fetch it from the hub or a path
             text.save_pretrained(folder / TEXT_FOLDER)
-        if model.coder_config is not None:
-            config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
-            with atomic_write(folder / "open_clip_config.json", "w") as file:
-                file.write(json.dumps(config, indent=2))
+        config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
+        with atomic_write(folder / "open_clip_config.json", "w") as file:
+            file.write(json.dumps(config, indent=2))
     if scoring:
-        names = [name for name, head in model.coder.heads.items() if affects_ranking(head)]
-        settings = {**head_settings(model), "heads": names}
+        settings = head_settings(model)
+        settings["heads"] = [name for name, head in model.coder.heads.items() if affects_ranking(head)]
         for each in settings["objective"]["heads"].values():
             each.pop("vocabulary", None)  # it is in the folder, and its old path is private
         write_tensors(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
@@ -211,13 +194,11 @@ def _other_files(folder: Path) -> list[Path]:
 def inference_options(config: Any) -> dict[str, Any]:
     """The options of a run (:class:`~coder_plugin.config.TrainConfig`) that its exports store."""
     options = config.to_flat()
-    return {name: options[name] for name in (*INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)}
+    return {name: options[name] for name in INFERENCE_OPTIONS}
 
 
 def _write_options(model: Any, folder: Path, options: Mapping[str, Any]) -> None:
-    has_configuration = getattr(model, "coder_config", model) is not None
-    names = INFERENCE_OPTIONS if has_configuration else (*INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
-    stored = {name: options[name] for name in names if options.get(name) is not None}
+    stored = {name: options[name] for name in INFERENCE_OPTIONS if options.get(name) is not None}
     objective = options.get("objective") or str(model.coder.objective)
     with atomic_write(folder / OPTIONS, "w") as file:
         file.write(json.dumps({"objective": objective, **stored}, indent=1) + "\n")
@@ -235,12 +216,9 @@ def read_inference_options(folder: Path) -> dict[str, Any]:
     options = read_json(path)
     if not isinstance(options, dict):
         raise CoderError(f"{path} cannot be read: it is not an object")
-    names = ("objective", *INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
-    options = {name: options[name] for name in names if options.get(name) is not None}
+    options = {name: options[name] for name in ("objective", *INFERENCE_OPTIONS) if options.get(name) is not None}
     if not isinstance(options.get("objective", ""), str):
         raise CoderError(f"{path} cannot be read: its objective is not a text")
-    if "model" in options:
-        check_saved_model({"model": options["model"]}, str(path))
     return options
 
 
@@ -251,6 +229,7 @@ def head_settings(model: Any) -> dict[str, Any]:
         "objective": coder.objective.to_dict(),
         "aggregator": coder.aggregator,
         "context_blocks": coder.context_blocks,
+        "heads": list(coder.heads),
     }
 
 
@@ -288,7 +267,7 @@ class HeadSettings(NamedTuple):
     objective: Objective
     aggregator: str
     context_blocks: int
-    heads: tuple[str, ...] | None  # that score or re-rank, in their order; None: an export of an earlier version
+    heads: tuple[str, ...]  # in their order; of an export those that score or re-rank
 
 
 def read_heads(path: Path) -> HeadSettings:
@@ -304,21 +283,19 @@ def read_heads(path: Path) -> HeadSettings:
             settings = json.loads(file.metadata()["coder"])
         objective = Objective.from_dict(settings["objective"], inference=True)
         _check_settings(settings)
-        names = settings.get("heads")
+        names = settings["heads"]
         if (vocabulary := path.parent / VOCABULARY).is_file():
-            classes = required_heads_with(objective, Head) if names is None else {name: load("heads", name) for name in names}
-            readers = heads_having(classes, "image_attention")
+            readers = heads_having({name: load("heads", name) for name in names}, "image_attention")
             objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
-        heads = None if names is None else tuple(names)
-        return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1), heads)
+        return HeadSettings(objective, settings["aggregator"], settings["context_blocks"], tuple(names))
     except Exception as error:  # safetensors and json raise many kinds for damaged files
         raise CoderError(f"{path} is not a file of scoring heads: {error}") from error
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """The types and ranges of a heads' file, which somebody else may have written."""
-    names, blocks = settings.get("heads"), settings.get("context_blocks", 1)
-    if not (names is None or isinstance(names, list) and len(names) <= 64 and all(isinstance(name, str) for name in names)):
+    names, blocks = settings["heads"], settings["context_blocks"]
+    if not (isinstance(names, list) and len(names) <= 64 and all(isinstance(name, str) for name in names)):
         raise CoderError(f"its heads are {str(names)[:80]!r}, not a list of names")
     if not isinstance(settings["aggregator"], str) or type(blocks) is not int:
         raise CoderError("its aggregator is not a name, or its context_blocks is not a number")

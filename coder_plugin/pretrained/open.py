@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
+from coder_plugin.config import OPENING, READING, DataConfig, ModelConfig, flatten, resolve
 from coder_plugin.data.decode import decode_image, to_rgb
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
@@ -33,7 +33,6 @@ from coder_plugin.pretrained.build import make_model, make_tokenizer, make_trans
 from coder_plugin.pretrained.device import default_device, make_autocast
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import (
-    CONFIGURATION_OPTIONS,
     INFERENCE_OPTIONS,
     check_finite,
     export_files,
@@ -53,16 +52,7 @@ _log = logging.getLogger(__name__)
 #: Options of a run's ``config.json`` that opening its folder takes over.
 RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples")
 #: Options that opening reads, by flat name; others, such as those of training, are ignored.
-_OPTIONS = (
-    "model_kwargs",
-    "pretrained",
-    "aggregator",
-    "context_blocks",
-    "cache_dir",
-    *RUN_OPTIONS,
-    *CONFIGURATION_OPTIONS,
-    *INFERENCE_OPTIONS,
-)
+_OPTIONS = (*OPENING, "aggregator", "context_blocks", *RUN_OPTIONS, *INFERENCE_OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +90,6 @@ class PretrainedModel:
         transform: a picture (PIL) -> [3, H, W]; for a region model, regions -> a dict of tensors.
         device: of the model.
         config: how it reads and computes.
-        configuration: the options of the model itself, which its exports store if open_clip's configuration is missing.
         reranker: how the re-ranker was named; None: the model's own head re-ranks, if it has one.
         reranking: the re-ranker of this name.
     """
@@ -112,7 +101,6 @@ class PretrainedModel:
     transform: Callable[..., Any]
     device: torch.device
     config: InferenceConfig
-    configuration: Mapping[str, Any] = field(default_factory=dict)
     reranker: str | None = None
     reranking: Reranks | None = None
 
@@ -195,7 +183,7 @@ class PretrainedModel:
     def inference_options(self) -> dict[str, Any]:
         """The options that an export of this model stores, for :func:`~coder_plugin.pretrained.export.export_model`."""
         options = {name: value for name, value in asdict(self.config).items() if name in INFERENCE_OPTIONS}
-        return {**self.configuration, **options, "objective": self.objective}
+        return {**options, "objective": self.objective}
 
 
 #: Parts of a configuration's names that say where weights came from or how training started, not how vectors are computed.
@@ -294,7 +282,7 @@ def open_pretrained(
         device,
         source,
         max_regions=inference.max_regions,
-        inference=True if names is None else names,
+        inference=names,
         return_intermediates={*return_intermediates, *(() if reranker is None else required_keys(reranker))},
     )
     if heads is not None:
@@ -308,7 +296,6 @@ def open_pretrained(
         transform=make_transform(model, max_regions=inference.max_regions) if tower is None else _refuse_image,
         device=device,
         config=inference,
-        configuration={name: getattr(config, get_option(name).field) for name in CONFIGURATION_OPTIONS},
         reranker=reranker,
         reranking=None if reranker is None else make_reranker(reranker, model.coder.backbone).to(device),
     )
@@ -342,7 +329,7 @@ def _resolve(
         options["pretrained"] = str(weights)
         if configuration is not None:
             options.update(model=str(configuration), model_kwargs=[])
-        elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
+        elif (folder / "open_clip_config.json").is_file() or "model" not in options:
             options["model"] = f"local-dir:{folder}"
     elif str(options.get("model")).startswith("local-dir:") and options.get("pretrained") is None:
         weights, _ = export_files(Path(options["model"].removeprefix("local-dir:")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones.context import GatedSelfAttention, box_positions
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.region_encoder import RegionEncoder
+from coder_plugin.backbones.region_options import Options
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText
 from scripts import convert_released
 from tests.backbones import releases
@@ -23,12 +25,18 @@ REGIONS, DIM, HEADS, VIEWS = 5, 8, 2, 3
 PEERS = ("vse", "camera", "vsrn", "vsrn bn")
 OPTIONS: dict[str, dict[str, Any]] = {
     "vse": {},
-    "camera": {"mlp": False, "context": "camera", "pooling": "views", "heads": HEADS, "views": VIEWS},
-    "vsrn": {"mlp": False, "context": "vsrn", "pooling": "gru"},
-    "vsrn bn": {"mlp": False, "context": "vsrn", "pooling": "gru", "batch_norm": True},
+    "camera": {"mlp": False, "context": "camera", "image_pooling": "views", "heads": HEADS, "views": VIEWS},
+    "vsrn": {"mlp": False, "context": "vsrn", "image_pooling": "gru"},
+    "vsrn bn": {"mlp": False, "context": "vsrn", "image_pooling": "gru", "batch_norm": True},
 }
+CAMERA_TEXT: dict[str, Any] = {"text_pooling": "mean", "text_context": "camera", "heads": HEADS}
+BIGRU: dict[str, Any] = {"encoder": "bigru", "embed_dim": 4, "word_dim": 3}
 LENGTHS = [[6, 6, 6], [6, 2, 4], [1, 5, 3], [1, 1], [4], [1]]
 SIZES = [(640.0, 480.0), (333.0, 500.0), (200.0, 200.0)]
+
+
+def sized(**options: Any) -> Options:
+    return Options(**{"region_dim": REGIONS, "embed_dim": DIM, **options})
 
 
 class Bert(nn.Module):
@@ -55,7 +63,7 @@ def made(kind: str) -> tuple[RegionEncoder, dict[str, Tensor]]:
         "vsrn bn": lambda: releases.vsrn(REGIONS, DIM, batch_norm=True),
     }[kind]()[0]
     image = {name: value.double() if value.is_floating_point() else value for name, value in image.items()}
-    encoder = RegionEncoder(REGIONS, DIM, **OPTIONS[kind]).double()
+    encoder = RegionEncoder(sized(**OPTIONS[kind])).double()
     load(encoder, image, convert_released._IMAGE, "visual.")
     return encoder, image
 
@@ -144,15 +152,15 @@ def test_image_contexts_are_those_of_the_releases(kind: str, normalise: bool, tr
     ("kind", "options"),
     [
         ("vse", {}),
-        ("vse", {"pooling": "mean"}),
-        ("vse", {"pooling": "max"}),
+        ("vse", {"image_pooling": "mean"}),
+        ("vse", {"image_pooling": "max"}),
         ("vsrn", {}),
-        ("camera", {"pooling": "gpo"}),
+        ("camera", {"image_pooling": "gpo"}),
     ],
 )
 def test_padding_may_stand_anywhere(kind: str, options: dict[str, Any], training: bool) -> None:
     torch.manual_seed(0)
-    encoder = RegionEncoder(REGIONS, DIM, **{**OPTIONS[kind], **options}).double().train(training)
+    encoder = RegionEncoder(sized(**{**OPTIONS[kind], **options})).double().train(training)
     batch = pictures([6, 2, 4], fill=0.0)
     places = torch.tensor(
         [[0, 1, 2, 3, 4, 5], [2, 0, 3, 4, 1, 5], [4, 0, 1, 5, 2, 3]]
@@ -192,10 +200,10 @@ def test_texts_are_the_authors(lengths: list[int], training: bool) -> None:
         torch.manual_seed(0)
         bert = Bert()
         if kind == "vse":
-            text, module = releases.vse_infinity(REGIONS, DIM, bert)[1], BertText(bert, DIM, pad=0)
+            text, module = releases.vse_infinity(REGIONS, DIM, bert)[1], BertText(sized(), bert, pad=0)
         else:
             text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
-            module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS)
+            module = BertText(sized(**CAMERA_TEXT), bert, pad=0)
         text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
         load(module.double(), text, convert_released._TEXT, "text.")
         hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
@@ -214,7 +222,7 @@ def test_cameras_text_contexts_are_those_of_the_releases(normalise: bool, traini
     bert = Bert()
     text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
     text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
-    module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS, normalise_locals=normalise)
+    module = BertText(sized(**CAMERA_TEXT, normalise_locals=normalise), bert, pad=0)
     load(module.double(), text, convert_released._TEXT, "text.")
     hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
     encoded = module.train(training)(ids)
@@ -230,7 +238,8 @@ def test_cameras_text_contexts_are_those_of_the_releases(normalise: bool, traini
 def test_vsrns_text_contexts_are_the_states_of_its_gru() -> None:
     torch.manual_seed(0)
     ids = torch.tensor([[1, 7, 8, 9, 2], [1, 4, 2, 0, 0]])
-    module = BiGRUText(14, 4, word_dim=3, word_projection=True, bidirectional=False, pooling="last").double()
+    options = sized(**BIGRU, word_projection=True, bidirectional=False, text_pooling="last")
+    module = BiGRUText(options, words=14).double()
     encoded, state = module(ids), module.state_dict()
     for row, length in enumerate((5, 3)):
         words = layers.linear(state["embed.weight"][ids[row, :length]], state, "project")
@@ -243,8 +252,9 @@ def test_a_bigru() -> None:
     torch.manual_seed(0)
     lengths, ids = [5, 1, 3], torch.tensor([[1, 7, 8, 9, 2, 0], [1, 0, 0, 0, 0, 0], [1, 4, 2, 0, 0, 0]])
     for bidirectional in (True, False):
-        pooled = BiGRUText(14, 4, word_dim=3, bidirectional=bidirectional).double()
-        last = BiGRUText(14, 4, word_dim=3, bidirectional=bidirectional, pooling="last").double()
+        options = sized(**BIGRU, bidirectional=bidirectional)
+        pooled = BiGRUText(options, words=14).double()
+        last = BiGRUText(replace(options, text_pooling="last"), words=14).double()
         last.load_state_dict({name: v for name, v in pooled.state_dict().items() if not name.startswith("pool.")})
         found, ends, states = pooled(ids), last(ids).pooled, {k: v.tolist() for k, v in pooled.rnn.state_dict().items()}
         assert pooled.pool is not None
@@ -281,15 +291,15 @@ def test_positions_of_boxes() -> None:
 def test_bad_options() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"context": "scan"}, "context must be one of none, camera, vsrn"),
-        ({"pooling": "sum"}, "image pooling must be one of"),
+        ({"image_pooling": "sum"}, "image_pooling must be one of"),
         ({"context": "camera", "heads": 3}, "heads must divide the dimension 8, got 3"),
-        ({"pooling": "views", "views": 0}, "views must be >= 1"),
+        ({"image_pooling": "views", "views": 0}, "views must be 1 or more"),
     ]
     for options, message in bad:
         with pytest.raises(ValueError, match=message):
-            RegionEncoder(REGIONS, DIM, **options)
+            RegionEncoder(sized(**options))
     with pytest.raises(ValueError, match="needs a recurrent encoder"):
-        BertText(Bert(), DIM, pad=0, pooling="last")
+        BertText(sized(text_pooling="last"), Bert(), pad=0)
     with pytest.raises(ValueError, match="needs the regions' boxes"):
         GatedSelfAttention(DIM, heads=2, positions=True)(torch.ones(1, 2, DIM), torch.ones(1, 2, dtype=torch.bool))
 

@@ -79,8 +79,8 @@ def test_sigma_is_of_the_first_rows_and_later_ones_are_parsed_only_where_wanted(
     monkeypatch.setattr(vectors, "SIGMA_ROWS", 2)
     found = write("a 1 2\nb 3 4\nthe x y\n. . 5 6\ncat 70 80\n").read({"cat"})
     assert found.sigma == pytest.approx(np.std([1, 2, 3, 4])) and found.vectors["cat"].tolist() == [70, 80]
-    assert "line 3 has 3 dimensions" in fault(write("a 1 2\nb 3 4\nthe 1 2 3\n"))
-    assert "line 3 has 1 dimensions" in fault(write("a 1 2\nb 3 4\nthe 1\n"))
+    assert "line 3 is not 'word v1 … v2' with finite numbers: it has 3 columns" in fault(write("a 1 2\nb 3 4\nthe 1 2 3\n"))
+    assert "line 3 is not 'word v1 … v2' with finite numbers: it has 1 columns" in fault(write("a 1 2\nb 3 4\nthe 1\n"))
     assert "line 3" in fault(write("a 1 2\nb 3 4\ncat x y\n"))
 
 
@@ -95,9 +95,9 @@ def test_sigma_is_of_the_first_rows_and_later_ones_are_parsed_only_where_wanted(
         ("3 2\n", ["no word vectors"]),
         ("cat\ndog\n", ["line 1", "word v1"]),
         ("some text that is no table\n", ["line 1", "GloVe"]),
-        ("the 1 2\ncat 3\n", ["line 2 has 1 dimensions", "have 2"]),
-        ("the 1 2\n\ncat 3 4 5\n", ["line 3 has 3 dimensions", "have 2"]),
-        ("9 3\nthe 1 2\n", ["line 2 has 2 dimensions", "have 3"]),
+        ("the 1 2\ncat 3\n", ["line 2", "v2", "1 columns"]),
+        ("the 1 2\n\ncat 3 4 5\n", ["line 3", "v2", "3 columns"]),
+        ("9 3\nthe 1 2\n", ["line 2", "v3", "2 columns"]),
         ("the 1 2\ncat 3 x\n", ["line 2"]),
         ("the 1 2\ncat nan 4\n", ["line 2", "finite"]),
         ("the 1 2\ncat\n", ["line 2"]),

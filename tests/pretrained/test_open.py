@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import coder_plugin
-from coder_plugin.config import resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import shortlist_length
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.build import make_model
-from coder_plugin.pretrained.export import HEADS, export_model, inference_options, read_heads
+from coder_plugin.pretrained.export import HEADS, export_model, read_heads
 from coder_plugin.pretrained.open import InferenceConfig, load_model, open_pretrained
 from tests import fresh
 
@@ -74,18 +71,3 @@ def test_a_run_is_opened_with_its_way_of_reading_data(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"optim":')
     with pytest.raises(CoderError, match=r"config\.json cannot be read"):
         open_pretrained(tmp_path, device="cpu")
-
-
-def test_overrides_survive_without_open_clips_configuration(tmp_path: Path) -> None:
-    overrides = {"force_image_size": 32, "image_mean": [0.1, 0.2, 0.3], "image_interpolation": "bilinear"}
-    config = resolve([("flag", {"model": "coder-tiny", **overrides})])
-    model = make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
-    model.coder_config = None  # as if the hub could not be reached
-    export_model(model, tmp_path / "one", options=inference_options(config))
-    assert not (tmp_path / "one" / "open_clip_config.json").exists()
-    opened = open_pretrained(tmp_path / "one", device="cpu")
-    opened.model.coder_config = None
-    export_model(opened.model, tmp_path / "two", options=opened.inference_options())
-    for each in (opened, open_pretrained(tmp_path / "two", device="cpu")):
-        assert each.model.visual.preprocess_cfg == model.visual.preprocess_cfg
-        assert each.transform(Image.new("RGB", (50, 40))).shape == (3, 32, 32)

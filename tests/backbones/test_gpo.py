@@ -181,7 +181,7 @@ def test_a_fused_optimizer_changes_what_is_computed_without_gradients() -> None:
 def test_runs_compiled() -> None:
     pool = made()
     compiled = torch.compile(pool, backend="aot_eager")
-    for lengths in ([5, 2, 7], [1, 3, 3], [4, 4, 4]):
+    for lengths in ([5, 2, 7], [1, 3, 3]):
         features, mask = inputs(lengths, 7, 4)
         features.requires_grad_()
         want, got = pool(features, mask), compiled(features, mask)

@@ -586,7 +586,9 @@ def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, 
     assert equal(list(fresh.epoch(0, json.loads(positions[4]))), batches[5:])
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind", ["shards", "regions", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table", "resampled"))]
+)
 def test_a_positive_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind):
     drawn = {"num_samples": 400} if kind == "resampled" else {}  # so that two streams have captions in common
 

@@ -213,7 +213,7 @@ def test_the_order_of_pairs_and_the_length_of_features_do_not_matter(assignment:
 # -- precision and compilation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+@pytest.mark.parametrize("assignment", [pytest.param("sinkhorn", marks=pytest.mark.slow), "softmax"])
 def test_half_types_autocast_and_compilation(assignment: str) -> None:
     words, word_mask, regions, region_mask, prototypes = words_and_regions()
 

@@ -106,7 +106,7 @@ def check(folder: Path, count: int, every: int, **options) -> None:
 
 
 def test_bad_samples_of_ten_faults_are_counted_and_end_a_run_only_above_the_rate(tmp_path, limit):
-    check(tmp_path, 1000, 10)
+    check(tmp_path, 500, 10)
 
 
 @pytest.mark.slow

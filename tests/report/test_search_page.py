@@ -6,6 +6,7 @@ import html
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from coder_plugin.html import breakable, data_uri, render
@@ -43,6 +44,7 @@ def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
     assert pictures(browser, page(), tmp_path) == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_browser_shows_negatives(browser: str, tmp_path: Path) -> None:
     picture = data_uri(Image.new("RGB", (64, 48), "red"))
     numbers = {"score": "0.300", "similarity": "0.500", "rank": 12}
@@ -56,6 +58,7 @@ def test_a_browser_shows_negatives(browser: str, tmp_path: Path) -> None:
     assert shown.count("no caption passes") == 1
 
 
+@pytest.mark.slow
 def test_a_browser_shows_near_duplicates(browser: str, tmp_path: Path) -> None:
     picture = data_uri(Image.new("RGB", (64, 48), "red"))
     images = [{"key": KEY, "picture": picture if number % 3 else None, "similarity": "0.9876"} for number in range(7)]

@@ -117,6 +117,7 @@ def test_another_teacher_must_be_the_same_one_on_resume(config: Any, tmp_path: P
         Trainer.from_config(config(loss=loss, epochs=3, resume="latest", **few)).run()
 
 
+@pytest.mark.slow
 def test_a_teacher_holds_what_the_weights_know(config: Any, tmp_path: Path) -> None:
     """openai/CLIP #161: accuracy falls while fine-tuning. A run with the teacher ends nearer to where it started."""
     far = {}

@@ -201,6 +201,7 @@ def ranks_gradient(folder: str, loss: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_losses_see_the_pairs_of_all_ranks(folders: dict[str, str]) -> None:
     """transformers #22252: CLIPModel's own loss sees one process's pairs. Ours see all: the average of two ranks' gradients is
     that of one process."""

@@ -52,7 +52,8 @@ def test_shared_models_have_the_same_vectors_to_the_bit_elsewhere(
         elsewhere = shutil.copytree(shared, tmp_path / "elsewhere")
         names = sorted(known["vectors"])
         found = vectors_elsewhere("ours", names, elsewhere, known["pictures"], tmp_path / "ours.pt", fresh_process)
-        plain = vectors_elsewhere("plain", sorted(known["towers"]), elsewhere, known["pictures"], tmp_path / "plain.pt", fresh_process)
+        names_of_plain = sorted(known["towers"])
+        plain = vectors_elsewhere("plain", names_of_plain, elsewhere, known["pictures"], tmp_path / "plain.pt", fresh_process)
     finally:
         moved.rename(home)
     for name in names:

@@ -59,7 +59,13 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("kind", "model"), zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False))
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        pytest.param(kind, model, marks=[pytest.mark.slow] * ("one word" not in kind))
+        for kind, model in zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False)
+    ],
+)
 def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_path, made, capsys, kind, model):  # noqa: F811
     from coder_plugin.data.regions.precomp import PRECOMP
 

@@ -129,13 +129,19 @@ def cheap_repetitions() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def without_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Runs in tests end without their report, which would take longer than they do, but for those that ask for it."""
-    if "with_report" not in request.fixturenames:
-        monkeypatch.setattr("coder_plugin.report.callback.WriteReport.on_train_end", lambda *_: None)
+@pytest.fixture(scope="session", autouse=True)
+def without_report() -> Iterator[Any]:
+    """Runs in tests and fixtures end without their report, which would take longer than they do."""
+    from coder_plugin.report.callback import WriteReport
+
+    write = WriteReport.on_train_end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WriteReport, "on_train_end", lambda *_: None)
+        yield write
 
 
 @pytest.fixture
-def with_report() -> None:
-    """For a test of the trainer's report."""
+def with_report(without_report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of the trainer's report; its map is no t-SNE, which takes longer than the rest."""
+    monkeypatch.setattr("coder_plugin.report.callback.WriteReport.on_train_end", without_report)
+    monkeypatch.setattr("coder_plugin.report.sections.tsne", lambda vectors: vectors[:, :2])

@@ -149,6 +149,7 @@ def test_a_few_steps_fill_the_bank_and_lower_the_loss(run: Run) -> None:
     assert sum(last) < 0.7 * sum(second)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_with_it(run: Run, tmp_path: Path) -> None:
     command = [
         *("-m", "coder_plugin.cli", "train", "--loss", "theirs(temperature=0.05) + 0.5*dcl"),

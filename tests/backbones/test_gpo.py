@@ -88,7 +88,7 @@ def test_padding_reaches_neither_result_nor_gradient(garbage: float, lengths: li
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("decoder", ["linear", "mlp"])
+@pytest.mark.parametrize("decoder", ["linear", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_gradients(decoder: str) -> None:
     features, mask = inputs([3, 1, 4, 3], 5, 2)
     pool = made(decoder=decoder, temperature=1.0)

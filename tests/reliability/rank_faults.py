@@ -15,7 +15,7 @@ from coder_plugin import Callback, CoderError, Trainer, distributed
 from coder_plugin.training import checkpoint
 
 #: Seconds that the process group waits for a rank that does nothing.
-TIMEOUT = 1.5
+TIMEOUT = 3.0
 
 
 class Fault(Callback):

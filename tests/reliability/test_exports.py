@@ -237,7 +237,7 @@ def _kills(tmp_path: Path, step: int) -> tuple[int, int]:
 
 
 def test_a_kill_leaves_the_old_export_or_the_new_one(tmp_path: Path) -> None:
-    points, new = _kills(tmp_path, 19)
+    points, new = _kills(tmp_path, 14)
     assert points >= 2
 
 

@@ -27,6 +27,7 @@ from tests.training.test_region_training import (  # noqa: F401
 FUSED = "ascl(similarity=fusion,temperature=0.1) + ascl(temperature=0.1)"
 
 
+@pytest.mark.slow
 def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # noqa: F811
     options = {"model": "region-bigru", "loss": FUSED, "epochs": 3, "val_frequency": 3, "captions": "all", "lr": 6e-3}
     found = Trainer.from_config(config(made, tmp_path, **options, wd=0.0, set=["fusion.heads=2"])).run()

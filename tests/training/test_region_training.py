@@ -158,7 +158,7 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
 @pytest.mark.parametrize(
     ("model", "loss", "workers"),
     [
-        ("region-bert", EVERY, 2),
+        ("region-bert", EVERY, 0),
         pytest.param("region-bigru-vsrn", "triplet + caption", 0, marks=pytest.mark.slow),
         pytest.param("region-bert", "dcl", 2, marks=pytest.mark.slow),
         pytest.param("region-bigru", "vse-infinity", 0, marks=pytest.mark.slow),

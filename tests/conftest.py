@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: threads that 
 
 # The same few examples in every worker and run. `--hypothesis-profile=thorough` draws more, and others each time.
 calm: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", derandomize=True, max_examples=15, **calm)
+settings.register_profile("repeatable", derandomize=True, max_examples=10, **calm)
 settings.register_profile("thorough", max_examples=300, **calm)
 settings.load_profile("repeatable")
 

@@ -222,7 +222,7 @@ def test_resuming_is_exact_from_every_position(tmp_path, kind, workers, bad):
             assert {**again, "bad": set(again["bad"])} == {**end, "bad": set(end["bad"])}
 
 
-@kinds
+@pytest.mark.parametrize("kind", [pytest.param("table", marks=pytest.mark.slow), "shards"])
 def test_resuming_on_ranks_with_all_captions_and_then_again(tmp_path, kind):
     source = make(kind, tmp_path, bad=(5, 6, 30))
     options = {"rank": 1, "world_size": 2, "workers": 2, "captions": "all"}
@@ -550,7 +550,10 @@ def pairs(batches) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 SOURCES = ["table", "shards", "resampled", "regions"]
 choices = pytest.mark.parametrize(
     ("kind", "captions", "workers"),
-    [("table", "draw", 0), ("shards", "all", 2), ("resampled", "draw", 2), ("regions", "all", 0), ("regions", "draw", 0)],
+    [
+        ("table", "draw", 0), ("shards", "all", 2), pytest.param("resampled", "draw", 2, marks=pytest.mark.slow),
+        ("regions", "all", 0), ("regions", "draw", 0),
+    ],  # fmt: skip
 )
 
 

@@ -47,7 +47,7 @@ def two(tmp_path_factory) -> tuple[dict, list]:
     return rows, draw(tmp_path_factory.mktemp("figures"), rows)
 
 
-@pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+@pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG"), pytest.param("svg", b"<?xml", marks=pytest.mark.slow)])
 def test_files(tmp_path, suffix: str, head: bytes) -> None:
     paths = plot_analyses({"one": row(0)}, tmp_path / "new" / "folder", suffix=suffix)
     assert [path.name for path in paths] == [f"{name}.{suffix}" for name in NAMES]

@@ -205,7 +205,7 @@ def test_half_open_requests_keep_nobody_out(server: Live) -> None:
               b"content-type: multipart/form-data; boundary=x\r\ncontent-length: 900\r\n\r\n--x")  # fmt: skip
     with contextlib.ExitStack() as held:
         clients = []
-        for number in range(400):
+        for number in range(240):
             clients.append(held.enter_context(connect(server)))
             clients[-1].sendall(halves[number % 3])
             if number % 40 == 39:

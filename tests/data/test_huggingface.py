@@ -195,7 +195,9 @@ def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):
 
 
 @kinds
-@pytest.mark.parametrize(("bad", "workers"), [(BAD, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((BAD, 2), ((), 0)))])
+@pytest.mark.parametrize(
+    ("bad", "workers"), [(BAD, 0), pytest.param(BAD, 2, marks=pytest.mark.slow), pytest.param((), 0, marks=pytest.mark.slow)]
+)
 def test_resuming_is_exact_from_every_position(tmp_path, kind, bad, workers):
     source = make(kind, tmp_path, bad)
     made, positions, batches = loader(source, workers=workers, **options(kind)), [], []

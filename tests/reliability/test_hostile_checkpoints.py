@@ -130,7 +130,9 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, case in enumerate(PARTS)]
+)
 def test_parts_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, case: str) -> None:
     trainer, newest = run
     change, text = PARTS[case]

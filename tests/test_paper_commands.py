@@ -155,7 +155,10 @@ def commands(section: str) -> list[list[str]]:
         pytest.param(
             "CODER", "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"], marks=pytest.mark.slow
         ),
-        ("AsCL", "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
+        pytest.param(
+            "AsCL", "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "SelfAlign", "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"],
             marks=pytest.mark.slow,

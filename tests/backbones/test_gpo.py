@@ -178,6 +178,7 @@ def test_a_fused_optimizer_changes_what_is_computed_without_gradients() -> None:
     assert torch.equal(after, want) and not torch.equal(after, before)
 
 
+@pytest.mark.slow
 def test_runs_compiled() -> None:
     pool = made()
     compiled = torch.compile(pool, backend="aot_eager")

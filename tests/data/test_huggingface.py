@@ -313,7 +313,7 @@ def interrupted(kind: str, folder: str, model: str) -> bool:
     return all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@kinds
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), pytest.param("stream", marks=streams)])
 def test_a_run_resumes_bit_for_bit(tmp_path, tiny_model, kind):
     assert interrupted(kind, str(tmp_path), tiny_model)
 

@@ -39,9 +39,10 @@ def test_clip_is_upstreams_step_for_step(
     assert ours.logged("train/scale") == plain.logged("train/scale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "further", "loss"),
-    [pytest.param("coca", [], "clip", marks=pytest.mark.slow), ("sigmoid", ["--siglip"], "siglip")],
+    [("coca", [], "clip"), ("sigmoid", ["--siglip"], "siglip")],
 )
 def test_our_term_in_place_of_upstreams_gives_its_numbers(
     model: str, further: list[str], loss: str, released: Any, tmp_path: Any

@@ -65,7 +65,7 @@ def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any,
     "further, message",
     [
         ([*CODER], "--coder-heads-lr-scale 10"),
-        ([*CODER, "--coder-heads-lr-scale", "3"], "--coder-heads-lr-scale 10"),
+        pytest.param([*CODER, "--coder-heads-lr-scale", "3"], "--coder-heads-lr-scale 10", marks=pytest.mark.slow),
         ([*CODER, "--coder-heads-lr-scale", "10", "--coder-context-blocks", "2"], "context-blocks 1, this run has 2"),
         (["--loss", "clip + m_dcl", "--coder-heads-lr-scale", "10"], "was trained with --loss"),
     ],

@@ -47,8 +47,8 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
     return found
 
 
-QUICK = [("selfalign", 2)]  # coder: on two ranks below
-SLOW = [(loss, 1) for loss in SETTINGS] + [("clip", 2), ("coder", 2)]
+QUICK = [("coder", 1)]
+SLOW = [(loss, 1) for loss in SETTINGS if loss != "coder"] + [("clip", 2), ("coder", 2), ("selfalign", 2)]
 
 
 @pytest.mark.parametrize(("loss", "accum_freq"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])

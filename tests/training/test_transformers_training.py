@@ -120,6 +120,7 @@ def test_it_trains_and_goes_back(folders: dict[str, str], tmp_path: Path, kind: 
     assert opened.objective == str(objective) and opened.transform(open_scenes("val", count=1)[0].load()).shape == (3, 32, 32)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_to_a_search(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``train``, ``eval``, ``index`` and ``search``; the export opens in transformers, and starts another run."""
     data = table(tmp_path)

@@ -110,4 +110,5 @@ def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, launched):
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000006")
     train(tmp_path, "two", processes=2, resume="latest", **{"save-frequency": 1}, **flags)
     assert [row["step"] for row in records(tmp_path, "two")] == [row["step"] for row in two]  # no row missing, none twice
-    assert all(torch.equal(value, ordered(state(tmp_path, "two"))[key]) for key, value in after.items())
+    resumed = ordered(state(tmp_path, "two"))
+    assert all(torch.equal(value, resumed[key]) for key, value in after.items())

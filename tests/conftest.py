@@ -43,7 +43,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 #: What takes longest begins first, so that no worker waits for another in the end.
-LONG = ("test_python_blocks_run[False]",)
+LONG = ("test_python_blocks_run[True]",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -99,8 +99,8 @@ def backward_before_compile() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cheap_repetitions() -> Iterator[None]:
-    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check``, which takes 10 s, finds nothing, and nothing
-    is forced to disk, since no test cuts the power. The built-in scenes have 100 validation images: to encode all 500
+    """What many tests repeat: CLIP's merges are parsed once (0.1 s), ``pip check``, which takes 10 s, finds nothing, and
+    nothing is forced to disk, since no test cuts the power. The built-in scenes have 100 validation images: to encode all 500
     takes seconds."""
     from open_clip.tokenizer import SimpleTokenizer
 

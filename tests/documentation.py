@@ -37,3 +37,9 @@ def blocks(page: Path, *languages: str) -> list[Block]:
         for found in _FENCE.finditer(text)
         if found["language"] in languages
     ]
+
+
+def needs_a_run(page: Path) -> bool:
+    """Whether the Python of a page names something trained or indexed."""
+    names = re.compile(r"my-run|my-model|scenes-model|\.index|f30k_precomp")
+    return any(names.search(block.text) for block in blocks(page, "python") if block.reason is None)

@@ -1,8 +1,9 @@
 """Run the Python of pages: ``python -m tests.run_documentation FOLDER PAGE …`` prints, as JSON, the output of pages that fail.
 
 The blocks of a page are one program. Each page runs in a process forked after the imports, in a copy of a folder that holds
-what pages name: the run ``logs/my-run``, its shared model ``my-model``, pictures, ``pictures.index``, their captions
-``pairs.csv``, ``pairs.index``, and SCAN's ``f30k_precomp``.
+what pages name: pictures; and if one of the pages names something trained, the run ``logs/my-run``, its shared model
+``my-model``, ``pictures.index``, captions of the pictures ``pairs.csv``, ``pairs.index``, and SCAN's ``f30k_precomp``. Then the
+README's figure is drawn, too.
 """
 
 from __future__ import annotations
@@ -29,26 +30,30 @@ from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl  # noqa: F401
 from coder_plugin.report.callback import WriteReport
 from tests import huge_pages
-from tests.documentation import ROOT, blocks
+from tests.documentation import ROOT, blocks, needs_a_run
 
 #: Imported where they are used, which is in most pages.
 LATE = ("open_clip", "coder_plugin.integrations", "coder_plugin.cli.index", "sklearn.manifold", "matplotlib.figure")
 FIGURE = "scripts/figures/search_scenes.py"
 
 
-def make_folder() -> None:
-    """What pages name, in the working directory, made by the package itself."""
+def make_pictures() -> None:
+    scenes = open_scenes("train", count=16)
+    Path("pictures").mkdir()
+    for number, scene in enumerate(scenes):
+        scene.load().save(f"pictures/{number}.png")
+    for name in ("a.jpg", "b.jpg", "query.jpg"):
+        scenes[0].load().save(name)
+
+
+def make_run() -> None:
+    """What takes training, in the working directory, made by the package itself."""
     scenes = open_scenes("train", count=16)
     config = {"epochs": 1, "batch_size": 8, "workers": 0, "name": "my-run", "report": False}
     val = open_scenes("val", count=16)
     coder_plugin.Trainer(model="coder-tiny", loss="dcl", train=scenes, val=val, config=config).run()
     coder_plugin.save_pretrained("logs/my-run", "my-model")
     shutil.copytree("logs/my-run", "logs/scenes")
-    Path("pictures").mkdir()
-    for number, scene in enumerate(scenes):
-        scene.load().save(f"pictures/{number}.png")
-    for name in ("a.jpg", "b.jpg", "query.jpg"):
-        scenes[0].load().save(name)
     if command(["index", "logs/my-run", "--data", "pictures", "--output", "pictures.index", "--workers", "0"]):
         raise RuntimeError("no index")
     rows = [f"pictures/{number}.png\t{caption}\n" for number, scene in enumerate(scenes) for caption in scene.captions]
@@ -99,7 +104,8 @@ def draw_figure() -> None:
 
 def main(folder: Path, pages: list[Path]) -> int:
     torch.set_num_threads(1)
-    for name in LATE:
+    with_run = any(map(needs_a_run, pages))
+    for name in LATE if with_run else ():
         with suppress(ImportError):
             importlib.import_module(name)
     WriteReport.on_train_end = lambda *_: None  # type: ignore[method-assign]  # takes longer than a run; tests/report/ has it
@@ -108,7 +114,8 @@ def main(folder: Path, pages: list[Path]) -> int:
     made, failures = folder / "made", {}
     made.mkdir()
     os.chdir(made)
-    if not in_process(make_folder, folder / "made.log"):
+    make_pictures()
+    if with_run and not in_process(make_run, folder / "made.log"):
         print(json.dumps({"what pages name could not be made": (folder / "made.log").read_text()}))
         return 1
     for number, page in enumerate(pages):
@@ -119,7 +126,7 @@ def main(folder: Path, pages: list[Path]) -> int:
             failures[str(page.relative_to(ROOT))] = log.read_text()
     os.chdir(made)
     log = folder / "figure.log"
-    if not (in_process(draw_figure, log) and 1_000 < Path("figure.png").stat().st_size < 150_000):
+    if with_run and not (in_process(draw_figure, log) and 1_000 < Path("figure.png").stat().st_size < 150_000):
         failures[FIGURE] = log.read_text()
     print(json.dumps(failures))
     return 0

@@ -116,6 +116,7 @@ def test_a_run_compiles_its_loss(tiny_model: str, tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_heads_of_coder_compile(tiny_model: str) -> None:
     """All but the momentum towers, which are the backbone's own code. GPO's GRU, which torch does not trace, breaks it."""
     model, _, batch = made("3*dcl + concept_dcl + pgc", tiny_model)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mkdocs")
+pytestmark = pytest.mark.slow  # the workflow builds the site in a job of its own
 
 ROOT = Path(__file__).parents[1]
 #: What a browser fetches for a page: scripts, pictures, style sheets.

@@ -39,12 +39,12 @@ def test_stages_that_fail_or_take_too_long_keep_their_results_and_the_next_one_r
         "late": RESULT,
     }
     stages = [
-        gpu_day.Stage(name, 3.0 if name == "stops" else 30.0, ("-c", code.format(file=str(tmp_path / "results.jsonl"))), "", "")
+        gpu_day.Stage(name, 2.0 if name == "stops" else 30.0, ("-c", code.format(file=str(tmp_path / "results.jsonl"))), "", "")
         for name, code in programs.items()
     ]
     begun = time.monotonic()
     endings = gpu_day.run(stages[:4], options, until=begun + 60)
-    assert endings == ["failed with status 3", "stopped after 3 s", "failed with status -6", "ok"]
+    assert endings == ["failed with status 3", "stopped after 2 s", "failed with status -6", "ok"]
     assert time.monotonic() - begun < 40
     left = Path("/proc", (tmp_path / "child").read_text(), "stat")  # the stopped stage's own child
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] in "ZX"

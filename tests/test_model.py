@@ -30,6 +30,7 @@ from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
 from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.open import load_model
+from tests.few import few
 
 B, T, VOCABULARY, EOT = 3, 16, 120, 119
 TOKEN_KEYS = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
@@ -363,7 +364,7 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 # What stays upstream's
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_class_attributes_and_keys_are_upstreams(make: Make, name: str) -> None:
     plain, ours = make(name), make(name, "clip + reads_tokens + reads_bank")
     assert type(plain) is KINDS[name].cls and isinstance(ours, KINDS[name].cls)
@@ -391,7 +392,7 @@ def test_class_attributes_and_keys_are_upstreams(make: Make, name: str) -> None:
     ours.set_grad_checkpointing()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_evaluation_is_upstreams_to_the_bit(make: Make, name: str) -> None:
     plain, ours = make(name).eval(), make(name, "clip + reads_tokens + reads_bank").eval()
     image, text = batch(name)
@@ -413,7 +414,7 @@ def test_evaluation_is_upstreams_to_the_bit(make: Make, name: str) -> None:
     torch.testing.assert_close(images.norm(dim=1), torch.ones(B))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_training_features_are_upstreams_to_the_bit(make: Make, name: str) -> None:
     """Dropout and patch dropout included: taking the tokens out draws no random number."""
     image, text = batch(name)
@@ -430,7 +431,7 @@ def test_training_features_are_upstreams_to_the_bit(make: Make, name: str) -> No
 # Tokens
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_tokens_and_masks(make: Make, name: str) -> None:
     made = KINDS[name]
     image, text = batch(name)
@@ -456,7 +457,7 @@ def test_tokens_and_masks(make: Make, name: str) -> None:
     assert widths.embed_dim == got["image_features"].shape[1]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_the_tokens_gradient_reaches_both_towers(make: Make, name: str) -> None:
     image, text = batch(name)
     model = make(name, "reads_tokens").train()
@@ -698,7 +699,7 @@ def test_load_model_embeds_as_the_model_that_was_exported(make: Make, tmp_path: 
     assert torch.equal(opened.embed_text(text), model.embed_text(text)) and not opened.training
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS))
 def test_the_export_opens_in_plain_open_clip(make: Make, tmp_path: Path, name: str) -> None:
     model = make(name, "clip + reads_tokens + reads_bank")
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""The notebooks run from their first cell to their last: in Jupyter's kernel, which is slow, or in a short form, with smaller
-numbers in the cell of parameters and in the shell of that kernel alone."""
+"""The notebooks run from their first cell to their last: in Jupyter's kernel, or in a short form, with smaller numbers in the
+cell of parameters and in the shell of that kernel alone."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_notebooks_are_those_of_the_folder() -> None:
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == set(SHORT)
 
 
-#: docs/plugins.md, whose blocks tests/test_docs_examples.py runs, has losses of one's own, too.
-@pytest.mark.parametrize("name", ["finetune_and_search", pytest.param("your_own_loss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
 def test_short_form_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     environment = {**os.environ, **ENVIRONMENT, "IPYTHONDIR": str(tmp_path / "ipython")}

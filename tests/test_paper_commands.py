@@ -152,8 +152,13 @@ def commands(section: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("section", "data", "count", "files"),
     [
-        ("CODER", "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"]),
-        ("AsCL", "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"]),
+        pytest.param(
+            "CODER", "scan", 7, ["logs/comparison.html", "logs/coco-bigru/plan.json"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "AsCL", "scan", 2, ["figures/analyses.json", "figures/alignment.png", "figures/recall_by_length.png"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "SelfAlign", "camera", 7, ["logs/comparison.html", "figures/tsne.png", "logs/vsrn/plan.json"],
             marks=pytest.mark.slow,
@@ -199,6 +204,7 @@ def test_cameras_command_says_what_files_without_boxes_need(
     assert "boxes=false" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ascl_with_a_whole_image_feature(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """The page's command on shards, which have it."""
     for split in region_data.SPLITS:

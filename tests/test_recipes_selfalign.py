@@ -18,6 +18,7 @@ from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import create_schedule
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
+from tests.few import few
 from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 from tests.test_recipes import objective_of, options
 
@@ -37,7 +38,7 @@ def bert(tmp_path_factory) -> str:
     return tiny_bert.make(tmp_path_factory.mktemp("bert"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_model):
     objective = objective_of(name)
     assert Objective.from_dict(objective.to_dict()) == objective

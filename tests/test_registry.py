@@ -77,7 +77,9 @@ def test_listing_reads_metadata_and_loading_imports_one_module(install: Install)
     assert "zzmod_b" not in sys.modules
 
 
-@pytest.mark.parametrize("group", registry.GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[pytest.mark.slow] * (group not in ("losses", "heads"))) for group in registry.GROUPS]
+)
 def test_every_group_with_and_without_its_prefix(install: Install, group: str) -> None:
     install("acme", {group: {"zz-a": "zzmod_a:thing"}}, zzmod_a=f"thing = {group!r}")
     assert load(group, "zz-a") == load(f"coder_plugin.{group}", "zz-a") == group

@@ -100,6 +100,7 @@ def test_it_is_listed_with_its_origin_and_changes_none_of_ours(run: Run) -> None
     assert without < with_it
 
 
+@pytest.mark.slow
 def test_our_recipes_mean_what_they_meant(run: Run) -> None:
     with_it, without = (json.loads(run("-c", SAME, theirs=theirs).stdout) for theirs in (True, False))
     assert with_it == without
@@ -137,6 +138,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_a_few_steps_fill_the_bank_and_lower_the_loss(run: Run) -> None:
     said = json.loads(run("-c", STEPS).stdout)
     assert said["size"] == 20 and said["frozen"] == ["logit_scale"]
@@ -147,6 +149,7 @@ def test_a_few_steps_fill_the_bank_and_lower_the_loss(run: Run) -> None:
     assert sum(last) < 0.7 * sum(second)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_with_it(run: Run, tmp_path: Path) -> None:
     command = [
         *("-m", "coder_plugin.cli", "train", "--loss", "theirs(temperature=0.05) + 0.5*dcl"),

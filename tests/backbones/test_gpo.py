@@ -88,7 +88,7 @@ def test_padding_reaches_neither_result_nor_gradient(garbage: float, lengths: li
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("decoder", ["linear", "mlp"])
+@pytest.mark.parametrize("decoder", ["linear", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_gradients(decoder: str) -> None:
     features, mask = inputs([3, 1, 4, 3], 5, 2)
     pool = made(decoder=decoder, temperature=1.0)
@@ -178,10 +178,11 @@ def test_a_fused_optimizer_changes_what_is_computed_without_gradients() -> None:
     assert torch.equal(after, want) and not torch.equal(after, before)
 
 
+@pytest.mark.slow
 def test_runs_compiled() -> None:
     pool = made()
     compiled = torch.compile(pool, backend="aot_eager")
-    for lengths in ([5, 2, 7], [1, 3, 3], [4, 4, 4]):
+    for lengths in ([5, 2, 7], [1, 3, 3]):
         features, mask = inputs(lengths, 7, 4)
         features.requires_grad_()
         want, got = pool(features, mask), compiled(features, mask)

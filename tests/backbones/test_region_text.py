@@ -21,6 +21,7 @@ from coder_plugin.heads.basic import Tokens
 from coder_plugin.masked import unit_channels
 from coder_plugin.pretrained.export import HEADS, export_model
 from coder_plugin.tensors import cosine
+from tests.few import few
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
 WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]
@@ -104,7 +105,7 @@ def models(bert):
 # keys, score, gradients
 
 
-@pytest.mark.parametrize(("name", "objective"), CASES)
+@pytest.mark.parametrize(("name", "objective"), few(CASES))
 def test_keys_losses_and_gradients(models, name, objective):
     model = models(name, objective).train()
     loss = create_loss(model.coder.objective, model=model)
@@ -575,7 +576,7 @@ def embeddings(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("by", ["folder", "json", "local-dir"])
+@pytest.mark.parametrize("by", few(["folder", "json", "local-dir"]))
 def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
     own_bert = tmp_path / "bert"
     shutil.copytree(bert, own_bert)

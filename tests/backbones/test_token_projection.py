@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.backbones.towers import IMAGE, TEXT, TEXTS, B, D, T, images, texts_of
+from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -61,7 +62,7 @@ def prefix(visual: Any) -> int:
 # Images: blocks of one resolution
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", few([2, 1]))
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
 def test_image_locals_and_contexts_are_before_and_after_the_last_blocks(make, name: str, blocks: int) -> None:
@@ -193,7 +194,7 @@ def text_projected(model: Any, tokens: Tensor) -> Tensor:
     return F.linear(tokens, projection.weight, projection.bias) if isinstance(projection, nn.Linear) else tokens @ projection
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("blocks", few([2, 1, 3]))
 @pytest.mark.parametrize("name", TEXTS)
 @torch.no_grad()
 def test_text_locals_and_contexts_are_before_and_after_the_last_blocks(make, name: str, blocks: int) -> None:

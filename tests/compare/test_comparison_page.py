@@ -73,6 +73,7 @@ def test_the_page_says_what_to_use_and_shows_why(page: str, tmp_path: Path) -> N
     assert page.count("data:image/jpeg") >= 9 and "picture <" not in page.replace("&lt;", "")
 
 
+@pytest.mark.slow
 def test_the_page_can_be_read(browser: str, page: str, tmp_path: Path) -> None:  # noqa: F811
     """In light and in dark colours, on a wide screen and on a phone."""
     schemes = [f"--blink-settings=preferredColorScheme={number}" for number in (1, 0)]

@@ -286,8 +286,10 @@ def test_batches_have_tags_and_all_else_as_without(dropping, workers):
     assert same(plain, [{key: value for key, value in batch.items() if key != "text_tags"} for batch in tagged])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [1, 4, 7])
+@pytest.mark.parametrize(
+    ("done", "workers"),
+    [(1, 0), (4, 0), (4, 2), (7, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (7, 2)))],
+)
 def test_an_epoch_goes_on_bit_for_bit(dropping, workers, done):
     """With nothing kept, as after a crash."""
     whole = list(loader(dropping, BySpaces("spaces"), workers=workers).epoch(2))

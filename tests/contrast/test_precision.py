@@ -17,9 +17,8 @@ from coder_plugin.functional import dcl, m_dcl
 from coder_plugin.training import loop
 from coder_plugin.training.accelerator import tf32_products
 from tests.losses.checks import ascl_of_features, clip_of_features, triplet_of_features
-from tests.losses.drawn import drawing, rows, small_tiles, tile_shape, value_and_gradient
+from tests.losses.drawn import drawing, rows, tile_shape, value_and_gradient
 
-__all__ = ["small_tiles"]
 N, D = 60, 32
 
 
@@ -86,8 +85,16 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return multiplied
 
 
-@pytest.mark.parametrize("one_tile", [True, False])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound", "one_tile"),
+    [
+        (torch.bfloat16, 2**-7, True),
+        (torch.float16, 2**-10, False),
+        pytest.param(torch.bfloat16, 2**-7, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 2**-10, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_half_types_are_multiplied_as_they_are(dtype, bound, one_tile, halves) -> None:
     """Sums in float32: value and gradients against float64 of the same features."""
     for name, loss, features in losses(dtype):
@@ -100,15 +107,15 @@ def test_half_types_are_multiplied_as_they_are(dtype, bound, one_tile, halves) -
 
 
 @pytest.mark.parametrize("form", ["reference", "tiled"])
-def test_tf32(form: str, small_tiles: None) -> None:
+def test_tf32(form: str) -> None:
     for name, loss, features in losses(torch.float32):
-        with TF32() as mode:
+        with TF32() as mode, tile_shape(1500, anchors=20):
             got = value_and_gradient(lambda *x, f=loss: f(*x, implementation=form), *features)
         assert mode.products, name
         check(name, loss, features, got, 2**-9)
 
 
-@pytest.mark.parametrize("one_tile", [True, False])
+@pytest.mark.parametrize("one_tile", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_float16_keeps_small_slopes(one_tile: bool, halves: list[torch.dtype]) -> None:
     """2^-12 of a loss: single slopes are below float16's range, while gradients, their sums, are not."""
     for name, loss, features in losses(torch.float16):

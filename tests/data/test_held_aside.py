@@ -57,8 +57,9 @@ def test_half_of_the_images_is_the_most() -> None:
         split_aside(source(10), 6)
 
 
-def test_training_and_validation_read_the_two_parts(tmp_path: Any) -> None:
+def test_training_and_validation_read_the_two_parts(tmp_path: Any, tiny_model: str) -> None:
     options = {"hold_aside": 40, "train_num_samples": 32, "batch_size": 16, "epochs": 1, "workers": 0, "logs": str(tmp_path)}
+    options |= {"model": tiny_model, "dataset_type": "scenes"}
     trainer = Trainer.from_config(resolve_config({**options, "name": "run"}))
     assert trainer.val.num_images == 40 and not set(keys(trainer.val)) & set(keys(trainer.loader.source))
     trainer.run()

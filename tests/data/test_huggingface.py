@@ -195,7 +195,9 @@ def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):
 
 
 @kinds
-@pytest.mark.parametrize(("bad", "workers"), [(BAD, 0), (BAD, 2), pytest.param((), 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bad", "workers"), [(BAD, 0), pytest.param(BAD, 2, marks=pytest.mark.slow), pytest.param((), 0, marks=pytest.mark.slow)]
+)
 def test_resuming_is_exact_from_every_position(tmp_path, kind, bad, workers):
     source = make(kind, tmp_path, bad)
     made, positions, batches = loader(source, workers=workers, **options(kind)), [], []
@@ -311,7 +313,7 @@ def interrupted(kind: str, folder: str, model: str) -> bool:
     return all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@kinds
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), pytest.param("stream", marks=streams)])
 def test_a_run_resumes_bit_for_bit(tmp_path, tiny_model, kind):
     assert interrupted(kind, str(tmp_path), tiny_model)
 

@@ -222,7 +222,7 @@ def test_resuming_is_exact_from_every_position(tmp_path, kind, workers, bad):
             assert {**again, "bad": set(again["bad"])} == {**end, "bad": set(end["bad"])}
 
 
-@kinds
+@pytest.mark.parametrize("kind", [pytest.param("table", marks=pytest.mark.slow), "shards"])
 def test_resuming_on_ranks_with_all_captions_and_then_again(tmp_path, kind):
     source = make(kind, tmp_path, bad=(5, 6, 30))
     options = {"rank": 1, "world_size": 2, "workers": 2, "captions": "all"}
@@ -550,7 +550,10 @@ def pairs(batches) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 SOURCES = ["table", "shards", "resampled", "regions"]
 choices = pytest.mark.parametrize(
     ("kind", "captions", "workers"),
-    [("table", "draw", 0), ("shards", "all", 2), ("resampled", "draw", 2), ("regions", "all", 0), ("regions", "draw", 0)],
+    [
+        ("table", "draw", 0), ("shards", "all", 2), pytest.param("resampled", "draw", 2, marks=pytest.mark.slow),
+        ("regions", "all", 0), ("regions", "draw", 0),
+    ],  # fmt: skip
 )
 
 
@@ -586,7 +589,9 @@ def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, 
     assert equal(list(fresh.epoch(0, json.loads(positions[4]))), batches[5:])
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind", ["shards", "regions", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table", "resampled"))]
+)
 def test_a_positive_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind):
     drawn = {"num_samples": 400} if kind == "resampled" else {}  # so that two streams have captions in common
 

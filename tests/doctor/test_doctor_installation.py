@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ from coder_plugin.doctor.installation import check_gpus, check_packages, check_p
 from tests.doctor.made import amiss
 
 
-def test_this_installation() -> None:
+@pytest.mark.parametrize("asks_pip", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_this_installation(asks_pip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if asks_pip:
+        monkeypatch.setattr(installation, "subprocess", subprocess)
     found = list(check_packages())
     assert all(each.level in ("ok", "warning") for each in found)
     [packages] = [each.text for each in found if each.name == "installation.packages"]

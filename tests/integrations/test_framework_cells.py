@@ -76,9 +76,9 @@ def check(runs: Any, model: Any, loss: str, pairs: int = 4) -> None:
 
 
 def cells(*settings: str) -> list[Any]:
-    """Loop, setting and loss. By default bf16 runs once in each loop, with one loss after the other, and three loops compile.
+    """Loop, setting and loss. By default bf16 runs once in each loop, with one loss after the other, and one loop compiles.
     The rest is slow: test_frameworks.py and the tests of each trainer compare trainings in these settings to the bit."""
-    compiled = {"raw": "dcl + m_dcl", "hugging_face": "clip", "ours": "clip"}  # coder takes 20 s to compile
+    compiled = {"hugging_face": "clip"}
     rows = []
     for (row, loop), setting in itertools.product(enumerate(LOOPS.values()), settings):
         chosen = {"compile": compiled.get(loop), "bf16": LOSSES[(row + 2) % len(LOSSES)]}.get(setting)

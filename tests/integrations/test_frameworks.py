@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 import coder_plugin
@@ -44,6 +45,7 @@ def runs() -> Any:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training, perhaps in another precision
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice of Lightning and transformers
         yield
@@ -162,6 +164,7 @@ def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
     torch.save(results, folder / f"{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_train_alike_in_every_loop(runs: Any, tiny_model: str, tmp_path: Path) -> None:
     """All loops to the same bits on both ranks; and, up to rounding, as one process with the pairs of both, which are each
     other's negatives (Lightning-Universe/lightning-bolts #179)."""
@@ -399,6 +402,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.attempted and not result.failed
 
 
+@pytest.mark.slow
 def test_the_page_runs(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/frameworks.md as printed, but for sentence-transformers, which another test runs."""
     monkeypatch.chdir(tmp_path)

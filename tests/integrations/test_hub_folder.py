@@ -97,7 +97,7 @@ def test_a_changed_description_is_refused_by_name(shared: Path, tmp_path: Path, 
     assert coder_plugin.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("loss", ["clip + dcl", "clip + selfalign"])
+@pytest.mark.parametrize("loss", [pytest.param("clip + dcl", marks=pytest.mark.slow), "clip + selfalign"])
 def test_a_model_that_another_loop_trained_is_shared(loss: str, tmp_path: Path) -> None:
     model = coder_plugin.create_model("coder-tiny", loss=loss).train()
     with torch.no_grad():

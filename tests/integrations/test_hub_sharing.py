@@ -22,8 +22,14 @@ from tests import fresh
 from tests.integrations import hub_runs
 
 
-def vectors_elsewhere(kind: str, names: list[str], shared: Path, pictures: Path, out: Path) -> dict[str, dict[str, Any]]:
-    """The vectors of shared models in a process of its own, which leaves them in ``out``. A plain one has never seen us."""
+def vectors_elsewhere(
+    kind: str, names: list[str], shared: Path, pictures: Path, out: Path, fresh_process: bool
+) -> dict[str, dict[str, Any]]:
+    """The vectors of shared models, here or in a process of its own, which leaves them in ``out``. A plain one has never seen
+    us."""
+    if not fresh_process:
+        {"ours": hub_runs.main, "plain": hub_runs.plain}[kind](names, shared, pictures, out)
+        return torch.load(out)
     arguments = ["-m", "tests.integrations.hub_runs", kind, ",".join(names), str(shared), str(pictures), str(out)]
     if kind == "plain":
         done = subprocess.run([sys.executable, *arguments], cwd=fresh.ROOT, capture_output=True, text=True, timeout=240)
@@ -33,17 +39,21 @@ def vectors_elsewhere(kind: str, names: list[str], shared: Path, pictures: Path,
     return torch.load(out)
 
 
-def test_a_fresh_process_has_the_same_vectors_to_the_bit(
-    shared: Path, known: dict[str, Any], runs: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("fresh_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_shared_models_have_the_same_vectors_to_the_bit_elsewhere(
+    shared: Path, known: dict[str, Any], runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fresh_process: bool,
 ) -> None:
     """Elsewhere: what the models were made of is out of reach."""
+    monkeypatch.chdir(tmp_path)
     home = next(iter(runs.values())).parents[1]
     moved = home.rename(home.with_name("gone"))
     try:
         elsewhere = shutil.copytree(shared, tmp_path / "elsewhere")
         names = sorted(known["vectors"])
-        found = vectors_elsewhere("ours", names, elsewhere, known["pictures"], tmp_path / "ours.pt")
-        plain = vectors_elsewhere("plain", sorted(known["towers"]), elsewhere, known["pictures"], tmp_path / "plain.pt")
+        found = vectors_elsewhere("ours", names, elsewhere, known["pictures"], tmp_path / "ours.pt", fresh_process)
+        names_of_plain = sorted(known["towers"])
+        plain = vectors_elsewhere("plain", names_of_plain, elsewhere, known["pictures"], tmp_path / "plain.pt", fresh_process)
     finally:
         moved.rename(home)
     for name in names:

@@ -24,7 +24,7 @@ ACCUMULATED = {"batch_size": 4, "accum_freq": 2}
         pytest.param("custom", "csv", ["--lock-image", "--grad-clip-norm", "1"], ACCUMULATED, 1, marks=pytest.mark.slow),
         pytest.param("vit", "csv", [], {"batch_size": 8}, 2, marks=pytest.mark.slow),
         pytest.param("resnet", "webdataset-one", GATHERED, {"batch_size": 8}, 2, marks=pytest.mark.slow),
-        ("custom", "csv", GATHERED, ACCUMULATED, 2),
+        pytest.param("custom", "csv", GATHERED, ACCUMULATED, 2, marks=pytest.mark.slow),
     ],
 )
 def test_clip_is_upstreams_step_for_step(
@@ -39,7 +39,11 @@ def test_clip_is_upstreams_step_for_step(
     assert ours.logged("train/scale") == plain.logged("train/scale")
 
 
-@pytest.mark.parametrize(("model", "further", "loss"), [("coca", [], "clip"), ("sigmoid", ["--siglip"], "siglip")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "further", "loss"),
+    [("coca", [], "clip"), ("sigmoid", ["--siglip"], "siglip")],
+)
 def test_our_term_in_place_of_upstreams_gives_its_numbers(
     model: str, further: list[str], loss: str, released: Any, tmp_path: Any
 ) -> None:
@@ -64,6 +68,7 @@ def test_no_weight_of_a_new_coca_is_left_to_chance(released: Any, tmp_path: Any,
     assert runs.train(line).logged()[0] < 20
 
 
+@pytest.mark.slow
 def test_the_command_under_torchrun(released: Any, tmp_path: Any) -> None:
     """Whose two processes are forked, with the imports done."""
     module = tmp_path / "module.py"

@@ -35,7 +35,7 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
     [
         pytest.param("dcl", "custom", [], marks=pytest.mark.slow),
         pytest.param("siglip", "sigmoid", ["--siglip"], marks=pytest.mark.slow),
-        ("clip", "coca", []),
+        pytest.param("clip", "coca", [], marks=pytest.mark.slow),
         ("coder", "vit", [*CODER, "concepts.norm=none"]),  # no BatchNorm
         pytest.param(
             "clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"], marks=pytest.mark.slow
@@ -47,15 +47,15 @@ def test_accumulated_gradients_are_the_big_batchs(
     loss: str, model: str, further: list[str], released: Any, tmp_path: Any
 ) -> None:
     # SGD: Adam's steps make much of rounding where a gradient is nearly zero
-    flags = {"epochs": 2, "opt": "timm/sgd", "momentum": 0.9, "lr": 0.01}
+    flags = {"epochs": 1, "opt": "timm/sgd", "momentum": 0.9, "lr": 0.01}
     found, states = [], []
     for name, size in (("big", {"batch_size": 16}), ("small", {"batch_size": 4, "accum_freq": 4})):
         line = runs.command(tmp_path, name, released.models[model], released.data["csv"], *further, **{**flags, **size})
         with gradients() as steps:
             ran = runs.train([*line, "--loss", loss])
         found.append(steps)
-        states.append(ran.saved(2)["state_dict"])
-    assert len(found[0]) == len(found[1]) == 4
+        states.append(ran.saved(1)["state_dict"])
+    assert len(found[0]) == len(found[1]) == 2
     for big, small in zip(*found, strict=True):
         flat, other = (torch.cat([grad.flatten() for grad in step]) for step in (big, small))
         assert (flat - other).norm() <= 1e-5 * flat.norm()
@@ -79,11 +79,11 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(
     released: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", Overflowing)
-    flags = {"batch_size": 8, "accum_freq": 2, "precision": "amp", "save_frequency": 1}
+    flags = {"batch_size": 8, "accum_freq": 2, "precision": "amp", "save_frequency": 1, "epochs": 2}
     line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "coder", *CODER, **flags)
     with gradients() as steps:
         ran = runs.train(line)
-    saved = [ran.saved(epoch) for epoch in (1, 2, 3, 4)]
-    assert len(steps) == 4
-    assert [int(each["state_dict"][f"{BANK}.count"]) for each in saved] == [16, 32, 48, 64]
-    assert saved[-1]["scaler"]["scale"] == 65536 / 2**4
+    saved = [ran.saved(epoch) for epoch in (1, 2)]
+    assert len(steps) == 2
+    assert [int(each["state_dict"][f"{BANK}.count"]) for each in saved] == [16, 32]
+    assert saved[-1]["scaler"]["scale"] == 65536 / 2**2

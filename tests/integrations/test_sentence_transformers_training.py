@@ -346,6 +346,7 @@ def test_examples_run() -> None:
         assert found.attempted and not found.failed
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: Any) -> None:
     """The block of docs/frameworks.md, as printed, after the one that makes its pairs."""
     monkeypatch.chdir(tmp_path)

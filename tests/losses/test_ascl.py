@@ -233,8 +233,9 @@ def test_half_types_are_raised_and_autocast_changes_nothing(form: str) -> None:
     raises_halves(loss_of_form(form), *pair(6, 4), rows(drawing(1), 5, 4))
 
 
-def test_compiles() -> None:
-    compiles(loss_of_form("tiled"), *pair(6, 4), rows(drawing(1), 5, 4), one_tile=0)
+@pytest.mark.parametrize("form", ["reference", pytest.param("tiled", marks=pytest.mark.slow)])
+def test_compiles(form: str) -> None:
+    compiles(loss_of_form(form), *pair(6, 4), rows(drawing(1), 5, 4), one_tile=0)
 
 
 @pytest.mark.parametrize("form", FORMS)

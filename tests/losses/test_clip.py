@@ -193,7 +193,7 @@ def test_half_types_are_raised_but_where_open_clip_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "one_tile", "hard"), [("tiled", 1 << 24, False), pytest.param("reference", 0, True, marks=pytest.mark.slow)]
+    ("form", "one_tile", "hard"), [pytest.param("tiled", 1 << 24, False, marks=pytest.mark.slow), ("reference", 0, True)]
 )
 def test_compiles(form: str, one_tile: int, hard: bool) -> None:
     options = hard_of(5, 3, 4, 1) if hard else {}

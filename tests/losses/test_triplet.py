@@ -291,7 +291,7 @@ def test_half_types_are_raised_and_autocast_changes_nothing(hardest: bool, form:
     raises_halves(loss_of_form(hardest, form), *pair(5, 4, seed=2), rows(drawing(2), 3, 4))
 
 
-@pytest.mark.parametrize(("hardest", "form"), [(True, FORMS[0]), (False, FORMS[1])])
+@pytest.mark.parametrize(("hardest", "form"), [(True, FORMS[0]), pytest.param(False, FORMS[1], marks=pytest.mark.slow)])
 def test_compiles(hardest: bool, form: str) -> None:
     passed = {"image_ids": IDS, "hardest": hardest, "margin": 0.5, "implementation": form}
     loss = lambda v, w, further: triplet_of_features(v, w, negatives=further, **passed)  # noqa: E731

@@ -79,6 +79,7 @@ print([name for name in ("torchvision", "timm", "open_clip", "transformers", "to
 """
 
 
+@pytest.mark.slow
 def test_a_search_of_text_imports_no_image_library(tmp_path: Path) -> None:
     export_model(coder_plugin.create_model("coder-tiny", loss="dcl").eval(), tmp_path / "export")
     flags = ["--data", str(write_pictures(tmp_path, 6)), "--output", str(tmp_path / "index"), "--workers", "0"]

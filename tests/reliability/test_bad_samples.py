@@ -130,7 +130,7 @@ def test_ten_thousand_bad_samples_in_a_hundred_thousand(tmp_path, limit):
     assert mixed <= 1.05 * clean
 
 
-def test_a_run_reports_its_bad_samples(tmp_path, caplog, capsys, limit):
+def test_a_run_reports_its_bad_samples(tmp_path, tiny_model, caplog, capsys, limit):
     """At the end of each epoch, in the log and in metrics.jsonl; and recall says over how many images it is."""
     from coder_plugin import Trainer
 
@@ -138,7 +138,7 @@ def test_a_run_reports_its_bad_samples(tmp_path, caplog, capsys, limit):
     options = {
         "train_data": f"{tmp_path}/*.tar",
         "val_data": f"{tmp_path}/001.tar",
-        "model": "coder-tiny",
+        "model": tiny_model,
         "batch_size": 8,
     }
     options |= {

@@ -70,6 +70,7 @@ def train(tmp_path, model: str, **options: object) -> list[float]:
     return ranks
 
 
+@pytest.mark.slow
 def test_a_run_that_collapses_says_so(tmp_path, tiny_model, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         ranks = train(tmp_path, tiny_model, loss="triplet(reduction=sum)", lr=3e-2)

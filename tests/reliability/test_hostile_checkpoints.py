@@ -16,6 +16,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file, sha256_json
 from coder_plugin.training import checkpoint, resume
 from coder_plugin.training.loop import Trainer
+from tests.few import few
 
 
 def config(tiny_model: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize("case", few(PARTS))
 def test_parts_of_other_types(run: tuple[Trainer, Path], tmp_path: Path, case: str) -> None:
     trainer, newest = run
     change, text = PARTS[case]

@@ -172,7 +172,10 @@ def kill_at_changes(made: Path, command: str, tmp_path: Path, step: int) -> tupl
     return points, len(kills)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    ["embed", "data", "add", *(pytest.param(c, marks=pytest.mark.slow) for c in ("embeddings", "add --replace", "remove"))],
+)
 def test_killed_at_some_changes(made: Path, command: str, tmp_path: Path) -> None:
     points, _ = kill_at_changes(made, command, tmp_path, step=41)
     assert points >= 10

@@ -192,15 +192,14 @@ def made() -> Any:
 def test_killed_at_points_of_a_run(made, tmp_path):
     kinds = enumerated(made, tmp_path / "whole")
     assert {"before fsync", "after replace", "half of write", "half of safetensors", "before open"} <= {*kinds}
-    fatal = sorted({0, len(kinds) // 2, len(kinds) - 2})
-    steps = check_kills(made, tmp_path / "whole", tmp_path / "run", fatal)
-    assert steps[0] == 0 and steps[-1] == 8
+    (step,) = check_kills(made, tmp_path / "whole", tmp_path / "run", [len(kinds) // 2])
+    assert 0 < step < 8
 
 
 @pytest.mark.parametrize("max_steps", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_killed_between_the_last_step_and_its_evaluation(max_steps, tmp_path, monkeypatch):
     """The checkpoint of the last step has its position within the epoch: the resumed run takes no step, evaluates and saves."""
-    made = trainer(options(FILES, max_steps=max_steps, save_every_steps=1, report=False))
+    made = trainer(options(FILES, max_steps=max_steps, epochs=2 if max_steps else 1, save_every_steps=1, report=False))
     assert run(made, tmp_path / "whole") == 0
     evaluate = type(made)._evaluate
 
@@ -261,7 +260,8 @@ def chain(made: Any, whole: Path, folder: Path, kills: int, seconds: float, draw
     return steps
 
 
-@pytest.mark.parametrize("chains, kills", [(1, 3), pytest.param(3, 10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chains, kills", [(3, 10)])
 def test_chains_of_kills_at_random_instants(made, tmp_path, chains, kills):
     draw = random.Random(3)
     started = time.monotonic()

@@ -58,12 +58,12 @@ def every_kind(folder: Path, model: str, rank: int | None, said: dict[str, str])
     print("every kind was caught")
 
 
-@pytest.mark.slow
 def test_on_one_process(tmp_path, tiny_model) -> None:
     every_kind(tmp_path, tiny_model, None, {kind: said.replace(" on rank 1", "") for kind, said in SAID.items()})
 
 
 @linux
+@pytest.mark.slow
 def test_on_one_rank_of_two(tmp_path, tiny_model) -> None:
     endings = forked.run(lambda folder: every_kind(folder, tiny_model, 1, SAID), tmp_path)
     assert all(ending.status == 0 and "every kind was caught" in ending.output for ending in endings), endings

@@ -12,6 +12,7 @@ from tiny_run import options, trainer
 from coder_plugin import Trainer
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.options import resolve_config
+from tests.few import few
 from tests.reliability import ranks as forked
 from tests.reliability.rank_faults import options as scene_options
 
@@ -31,7 +32,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LINKS = ".lock metrics.jsonl config.json plan.json checkpoints export export/last export/best set-aside".split()
 
 
-@pytest.mark.parametrize("name", [*LINKS, "checkpoints/step_00000002"])
+@pytest.mark.parametrize("name", few([*LINKS, "checkpoints/step_00000002"], 2))
 def test_a_link_in_a_run_is_refused_and_what_it_points_to_stays(name: str, victim: Path, tmp_path: Path) -> None:
     target = victim / (name if name != "checkpoints/step_00000002" else "checkpoints/step_00000008")
     if name == "set-aside":

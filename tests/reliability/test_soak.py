@@ -64,5 +64,5 @@ def test_memory_and_open_files_over_20000_steps(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_open_files_stay_the_same(tmp_path):
-    _, files, watch = soak(20, tmp_path, epochs=2)
+    _, files, watch = soak(10, tmp_path, epochs=2)
     assert len(files) == 1 and watch.memory

@@ -172,6 +172,7 @@ def test_the_command(runs: list[Path], tmp_path: Path, capsys: Any) -> None:
         compare_runs(runs[:1])
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_page(runs: list[Path], browser: str, tmp_path: Path) -> None:
     objective = "3*dcl(diversity_over='batch+bank') + m_dcl(reverse='none') + concept_dcl(positive_weight=2.0) + pgc"
     plan = {"objective": objective, "training data": {"name": "/data/" + 12 * "long/"}}

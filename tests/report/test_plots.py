@@ -73,7 +73,7 @@ def test_bars_are_the_numbers(two) -> None:
             assert lengths == pytest.approx([2 * rows[name][part][kind]["std"] for kind in kinds])
 
 
-@pytest.mark.parametrize("models", [1, 12])
+@pytest.mark.parametrize("models", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_models_and_odd_names(tmp_path, models: int) -> None:
     """Names are run folders: dollars are no mathematics, an underscore hides nothing, and the longest still fits."""
     names = [r"_runs/$\frac$ a", "x" * 90, *(f"runs/{i}" for i in range(models))][:models]

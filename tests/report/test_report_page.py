@@ -28,7 +28,7 @@ from coder_plugin.training.run_folder import RunFolder
 from tests.report.browser import assert_readable
 
 SECTIONS = ("recall", "examples", "curves", "run", "concepts", "regions", "map", "state")
-IMAGES = 40
+IMAGES = 24
 EVIL = '<script>alert(1)</script> "quoted" <img src=x onerror=alert(2)> {{ 7 * 7 }} $x_'
 
 
@@ -51,8 +51,9 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def few(made: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a report with the trainer's model and few images."""
+def few(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of a report with the trainer's model and few images; its map is no t-SNE, which takes longer."""
+    monkeypatch.setattr("coder_plugin.report.sections.tsne", lambda vectors: vectors[:, :2])
     trainer = made["trainer"]
     return {"encoder": trainer.encoder, "source": trainer.val, "encoded": trainer.encoder(trainer.val), "images": 2}
 

@@ -268,6 +268,7 @@ def build_on_a_rank(model: str, folder: str) -> int:
     return build_index(folder, job)["images"]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work(tmp_path: Path) -> None:
     """Two ranks encode; the index is that of one."""
     model = str(write_model(tmp_path / "export", "clip"))

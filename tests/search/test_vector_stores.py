@@ -15,7 +15,7 @@ from tests.documentation import ROOT, blocks
 from tests.search.made import embed
 
 
-@pytest.mark.parametrize("library", ["lancedb", "qdrant_client"])
+@pytest.mark.parametrize("library", [pytest.param("lancedb", marks=pytest.mark.slow), "qdrant_client"])
 def test_a_store_finds_what_the_index_does(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)

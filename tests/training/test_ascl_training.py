@@ -27,6 +27,7 @@ from tests.training.test_region_training import (  # noqa: F401
 FUSED = "ascl(similarity=fusion,temperature=0.1) + ascl(temperature=0.1)"
 
 
+@pytest.mark.slow
 def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # noqa: F811
     options = {"model": "region-bigru", "loss": FUSED, "epochs": 3, "val_frequency": 3, "captions": "all", "lr": 6e-3}
     found = Trainer.from_config(config(made, tmp_path, **options, wd=0.0, set=["fusion.heads=2"])).run()
@@ -59,7 +60,13 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("kind", "model"), zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False))
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        pytest.param(kind, model, marks=[pytest.mark.slow] * ("one word" not in kind))
+        for kind, model in zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False)
+    ],
+)
 def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_path, made, capsys, kind, model):  # noqa: F811
     from coder_plugin.data.regions.precomp import PRECOMP
 

@@ -36,6 +36,7 @@ def test_collectives_of_a_step(tmp_path, tiny_model) -> None:
             assert len(step) == expected, "\n".join(step)
 
 
+@pytest.mark.slow
 def test_statistics_of_momentum_towers_travel_with_the_gradients(tmp_path, tiny_model) -> None:
     """No collective more for a model with BatchNorm, whose momentum towers have the first rank's statistics on all ranks."""
     config = json.loads(Path(tiny_model).read_text())
@@ -99,6 +100,7 @@ def test_a_stop_on_one_rank_ends_all_after_one_more_step(tmp_path, tiny_model, s
     assert newest is not None and newest.name == f"step_{steps:08d}"
 
 
+@pytest.mark.slow
 def test_a_stop_on_one_rank_between_epochs_ends_both(tmp_path, tiny_model) -> None:
     class StopAtSave(Callback):
         def on_save(self, trainer, folder) -> None:

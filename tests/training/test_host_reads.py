@@ -47,8 +47,8 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
     return found
 
 
-QUICK = [("selfalign", 2)]  # coder: on two ranks below
-SLOW = [(loss, 1) for loss in SETTINGS] + [("clip", 2), ("coder", 2)]
+QUICK = [("coder", 1)]
+SLOW = [(loss, 1) for loss in SETTINGS if loss != "coder"] + [("clip", 2), ("coder", 2), ("selfalign", 2)]
 
 
 @pytest.mark.parametrize(("loss", "accum_freq"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
@@ -66,7 +66,8 @@ def check_reads(found: list[list[str]], *, pairs: int, clusters: bool) -> None:
             assert len(reads) == 1 and reads[0].startswith("tolist at step.py"), (step, reads)
 
 
-@pytest.mark.parametrize("loss", ["coder", pytest.param("clip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["coder", "clip"])
 def test_a_step_of_two_ranks_reads_the_device_once(tmp_path, tiny_model, loss) -> None:
     """As in one process. The ranks agree to go on without a further read."""
 

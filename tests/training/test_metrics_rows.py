@@ -36,7 +36,7 @@ class StopAt(Callback):
         trainer.stop = trainer.step == self.step
 
 
-@pytest.mark.parametrize(("every", "expected"), [(20, [0, 3, 7]), (3, [0, 3, 6, 7])])
+@pytest.mark.parametrize(("every", "expected"), [pytest.param(20, [0, 3, 7], marks=pytest.mark.slow), (3, [0, 3, 6, 7])])
 def test_an_epochs_last_step_has_a_row(tmp_path: Path, every: int, expected: list[int], capsys: Any) -> None:
     trainer(options(tmp_path, log_every_n_steps=every)).run()
     printed = capsys.readouterr().out

@@ -158,8 +158,8 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
 @pytest.mark.parametrize(
     ("model", "loss", "workers"),
     [
-        ("region-bert", EVERY, 2),
-        ("region-bigru-vsrn", "triplet + caption", 0),
+        ("region-bert", EVERY, 0),
+        pytest.param("region-bigru-vsrn", "triplet + caption", 0, marks=pytest.mark.slow),
         pytest.param("region-bert", "dcl", 2, marks=pytest.mark.slow),
         pytest.param("region-bigru", "vse-infinity", 0, marks=pytest.mark.slow),
     ],
@@ -183,7 +183,7 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, m
 
 
 def test_vse_infinity_takes_all_negatives_in_the_first_epoch(tmp_path, made):
-    options = {"loss": "vse-infinity", "epochs": 3, "batch_size": 4, "accum_freq": 2}
+    options = {"loss": "vse-infinity", "epochs": 2, "batch_size": 4, "accum_freq": 2}
     trainer = Trainer.from_config(config(made, tmp_path, **options))
     assert trainer.model.coder.heads["progress"].steps_per_epoch == trainer.steps_per_epoch == 6
     losses: list[tuple[int, dict[bool, float], float]] = []
@@ -197,10 +197,10 @@ def test_vse_infinity_takes_all_negatives_in_the_first_epoch(tmp_path, made):
 
     trainer.loss.terms["triplet"].register_forward_hook(compare, with_kwargs=True)
     trainer.run()
-    assert {step for step, *_ in losses} == set(range(18))
+    assert {step for step, *_ in losses} == set(range(12))
     for step, forms, loss in losses:
         assert loss == pytest.approx(forms[step >= 6], rel=1e-5), step
-    assert sum(abs(forms[True] - forms[False]) > 0.01 for _, forms, _ in losses) > 9
+    assert sum(abs(forms[True] - forms[False]) > 0.01 for _, forms, _ in losses) > 6
 
 
 def test_dropouts_change_what_is_trained_on(tmp_path, made):

@@ -1,4 +1,4 @@
-"""``--loss clip`` in this trainer and in open_clip's: the same losses over 50 steps on the same batches."""
+"""``--loss clip`` in this trainer and in open_clip's: the same losses over up to 50 steps on the same batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from timm.optim import create_optimizer_v2
 
 from coder_plugin import Trainer
 
-STEPS = 50
 OPTIONS = {"lr": 1e-3, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6, "warmup": 10, "grad_clip_norm": 1.0}
 
 
@@ -43,13 +42,13 @@ class Batches(list):  # type: ignore[type-arg]
     num_samples = property(lambda self: sum(len(images) for images, _ in self))
 
 
-@pytest.mark.parametrize("accum_freq", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_clip_has_open_clips_losses(accum_freq: int, tiny_model: str, tmp_path: Path) -> None:
-    options = {**OPTIONS, "batch_size": 8, "accum_freq": accum_freq, "train_num_samples": 8 * accum_freq * STEPS, "epochs": 1}
+@pytest.mark.parametrize(("accum_freq", "steps"), [(1, 15), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in (1, 2))])
+def test_clip_has_open_clips_losses(accum_freq: int, steps: int, tiny_model: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "batch_size": 8, "accum_freq": accum_freq, "train_num_samples": 8 * accum_freq * steps, "epochs": 1}
     options |= {"workers": 0, "report": False, "val_frequency": 0, "logs": str(tmp_path), "precision": "fp32"}
     ours = Recorder(model=tiny_model, loss="clip", train="scenes", config=options)
     ours.run()
-    assert len(ours.losses) == STEPS and ours.losses[-1] < ours.losses[0]
+    assert len(ours.losses) == steps and (steps < 50 or ours.losses[-1] < ours.losses[0])
 
     config = Path(tiny_model)
     open_clip.add_model_config(config)
@@ -70,7 +69,7 @@ def test_clip_has_open_clips_losses(accum_freq: int, tiny_model: str, tmp_path: 
         return result
 
     data = SimpleNamespace(set_epoch=lambda epoch: None, dataloader=Batches(ours.seen))
-    schedule = cosine_lr(optimizer, OPTIONS["lr"], OPTIONS["warmup"], STEPS)
+    schedule = cosine_lr(optimizer, OPTIONS["lr"], OPTIONS["warmup"], steps)
     train_one_epoch(plain, {"train": data}, loss, 0, optimizer, None, schedule, None, args)
     # one forward: bit for bit here; of two, the sums of gradients round differently, which 50 steps amplify to 5e-5
     assert ours.losses == pytest.approx(losses[::accum_freq], rel=1e-6 if accum_freq == 1 else 5e-4)

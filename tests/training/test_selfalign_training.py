@@ -25,7 +25,7 @@ FEW = ["alignment.prototypes=12"]
 @pytest.mark.parametrize(
     ("model", "loss", "kwargs"),
     [
-        ("region-bert-camera", ALONE, []),
+        pytest.param("region-bert-camera", ALONE, [], marks=pytest.mark.slow),
         pytest.param("region-bert", f"dcl + {ALONE}", [], marks=pytest.mark.slow),
         pytest.param("region-bigru-vsrn", "dcl + lca + cra", ["word_projection=true"], marks=pytest.mark.slow),
     ],

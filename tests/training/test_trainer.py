@@ -79,9 +79,9 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
         trainer.run()
 
 
-@pytest.mark.parametrize(("workers", "saved", "killed"), [pytest.param(0, 4, 5, marks=pytest.mark.slow), (2, 8, 11)])
+@pytest.mark.parametrize(("workers", "saved", "killed"), [pytest.param(0, 4, 5, marks=pytest.mark.slow), (2, 4, 5)])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers, saved, killed):
-    options = {"workers": workers, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
+    options = {"workers": workers, "train_num_samples": 24, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()
     run_killed_after(config(tmp_path, "broken", save_every_steps=saved, **options), killed)
     Trainer.from_config(config(tmp_path, "broken", resume="latest", **options)).run()
@@ -93,13 +93,13 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers
 
 def test_the_scenes_own_model_is_channels_last_when_it_is_trained_resumed_and_opened(tmp_path):
     """It is a ResNet; its weights' layout decides that of its activations. The file of an export does not show it."""
-    options = {"model": "coder-tiny", "loss": "dcl", "epochs": 1, "train_num_samples": 24}
+    options = {"model": "coder-tiny", "loss": "dcl", "epochs": 1, "train_num_samples": 16}
     trainer = Trainer.from_config(config(tmp_path, "whole", **options))
     trainer.run()
     images = torch.randn(2, 3, 64, 64)
     assert trainer.config.origins["channels_last"] == "scenes"
     assert trainer.model.visual.layer1[0].conv2.weight.stride(1) == 1  # channels are innermost
-    run_killed_after(config(tmp_path, "broken", save_every_steps=1, **options), 2)
+    run_killed_after(config(tmp_path, "broken", save_every_steps=1, **options), 1)
     resumed = Trainer.from_config(config(tmp_path, "broken", resume="latest", **options))
     resumed.run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")

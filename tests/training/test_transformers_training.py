@@ -120,6 +120,7 @@ def test_it_trains_and_goes_back(folders: dict[str, str], tmp_path: Path, kind: 
     assert opened.objective == str(objective) and opened.transform(open_scenes("val", count=1)[0].load()).shape == (3, 32, 32)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_to_a_search(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``train``, ``eval``, ``index`` and ``search``; the export opens in transformers, and starts another run."""
     data = table(tmp_path)
@@ -201,6 +202,7 @@ def ranks_gradient(folder: str, loss: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_losses_see_the_pairs_of_all_ranks(folders: dict[str, str]) -> None:
     """transformers #22252: CLIPModel's own loss sees one process's pairs. Ours see all: the average of two ranks' gradients is
     that of one process."""

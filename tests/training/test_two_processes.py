@@ -16,7 +16,7 @@ from tests import fresh
 from tests.reliability import ranks
 
 #: For evaluation, with five captions each.
-PICTURES = 30
+PICTURES = 10
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def train(folder: Path, name: str, *, processes: int, launched: bool = False, **
         "name": name,
         "dataset-type": "scenes",
         "batch-size": 16 // processes,
-        "train-num-samples": 80,
+        "train-num-samples": 48,
         "epochs": 2,
         "warmup": 2,
         "workers": 0,
@@ -96,8 +96,8 @@ def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, launched):
     train(tmp_path, "two", processes=2, launched=launched, **{"save-frequency": 1}, **flags)
     one, two = records(tmp_path, "one"), records(tmp_path, "two")
     assert len(one) == len(two)
-    assert {row["step"] for row in two if "loss" in row} == {4, 9} | set(range(0, 10, 3))  # and the ends of epochs
-    assert "val/rsum" in one[-1] and one[-1]["step"] == 10
+    assert {row["step"] for row in two if "loss" in row} == {0, 2, 3, 5}  # every third, and the ends of epochs
+    assert "val/rsum" in one[-1] and one[-1]["step"] == 6
     for ours, theirs in zip(one, two, strict=True):
         for key in ours:
             ranks_differ = 2.0 if key.startswith("val/") else 1e-6  # rounding turns the ranks of near ties
@@ -107,7 +107,8 @@ def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, launched):
         value, other = value.double(), after[key].double()
         assert (other - value).norm() <= 1e-3 * value.norm() + 1e-6, key
     # back to the checkpoint of the first epoch: two processes go on as if they had not been stopped
-    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000010")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000006")
     train(tmp_path, "two", processes=2, resume="latest", **{"save-frequency": 1}, **flags)
     assert [row["step"] for row in records(tmp_path, "two")] == [row["step"] for row in two]  # no row missing, none twice
-    assert all(torch.equal(value, ordered(state(tmp_path, "two"))[key]) for key, value in after.items())
+    resumed = ordered(state(tmp_path, "two"))
+    assert all(torch.equal(value, resumed[key]) for key, value in after.items())

@@ -147,6 +147,12 @@ def check_model(spec: str | None) -> None:
         check_folder(spec, "a run or an export", command="coder-plugin train")
 
 
+def check_parent(path: str | None, flag: str) -> None:
+    """Raise a ``CoderError`` if the folder of a file to write does not exist; None: nothing is written."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise CoderError(f"{flag} {path}: the folder {Path(path).parent} does not exist")
+
+
 def check_output(folder: str) -> None:
     """Raise a ``CoderError`` if a folder to write is a file."""
     if os.path.exists(folder) and not os.path.isdir(folder):

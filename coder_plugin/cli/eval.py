@@ -98,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
-    from coder_plugin.cli.checks import check_exists, check_model, check_options
+    from coder_plugin.cli.checks import check_exists, check_model, check_options, check_parent
 
     for folder in arguments.run_folder:
         check_model(folder)
@@ -108,8 +108,7 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     for flag in ("cxc", "zeroshot", "classnames"):
         if vars(arguments)[flag] is not None:
             check_exists(vars(arguments)[flag], flag=f"--{flag}")
-    if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
-        raise CoderError(f"--json {arguments.json}: the folder {Path(arguments.json).parent} does not exist")
+    check_parent(arguments.json, "--json")
     results = evaluate_command(arguments, options)
     if not results:
         return 0  # another rank prints

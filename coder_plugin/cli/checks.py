@@ -80,7 +80,8 @@ def check_options(
 def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
     """Raise a ``CoderError`` with the flag for data that do not exist on this machine, or that no reader knows."""
     try:
-        if kind == "auto" or reads_files(kind):
+        ours = [each.name for each in list_plugins("readers") if each.distribution == "coder-plugin"]
+        if kind in ("auto", *ours):  # what a reader of another package calls a data set may be any text
             check_location(spec)
         if kind == "auto" and not spec.startswith("<"):
             guess_kind(spec)
@@ -118,19 +119,6 @@ def _files(spec: str, kind: str) -> dict[Any, str]:
                     status = os.stat(each) if os.path.exists(each) else None
                     files[each if status is None else (status.st_dev, status.st_ino)] = each
     return files
-
-
-def reads_files(kind: str) -> bool:
-    """Whether a reader is ours: what one of another package calls a data set may be any text."""
-    return any(plugin.name == kind and plugin.distribution == "coder-plugin" for plugin in list_plugins("readers"))
-
-
-def check_reranker(text: str | None) -> None:
-    """Raise a ``CoderError`` for an unknown re-ranker, or one not of the form ``NAME(option=value)``; None: none is given."""
-    from coder_plugin.heads.rerankers import parse_reranker
-
-    if text is not None:
-        parse_reranker(text)
 
 
 def check_exists(path: str, *, flag: str) -> None:

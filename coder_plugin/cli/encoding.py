@@ -32,9 +32,10 @@ class RerankerFlag:
     )
 
     def __post_init__(self) -> None:
-        from coder_plugin.cli.checks import check_reranker
+        from coder_plugin.heads.rerankers import parse_reranker
 
-        check_reranker(self.reranker)
+        if self.reranker is not None:
+            parse_reranker(self.reranker)  # it raises for an unknown one
 
 
 @dataclass(frozen=True, kw_only=True)

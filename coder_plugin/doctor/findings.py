@@ -158,14 +158,3 @@ def format_findings(findings: Sequence[Finding]) -> str:
 def worst(findings: Sequence[Finding]) -> str:
     """The highest level of the findings."""
     return max((each.level for each in findings), key=LEVELS.index, default="ok")
-
-
-def is_absent(error: BaseException | None) -> bool:
-    """Whether an error comes from a file of the Hugging Face Hub that is not in its cache."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    while error is not None:
-        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

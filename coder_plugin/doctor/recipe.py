@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.doctor.data import Split
-from coder_plugin.doctor.findings import Finding, is_absent, many, note, ok, problem, warning
+from coder_plugin.doctor.findings import Finding, many, note, ok, problem, warning
 from coder_plugin.errors import CoderError
+from coder_plugin.hub_access import is_download_error
 
 
 def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Iterator[Finding]:
@@ -48,7 +49,7 @@ def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Ite
         model = prepare.make_training_model(offline, objective, torch.device("cpu"), source)
         tokenizer = build.make_tokenizer(offline.model, model)
     except CoderError as error:
-        if not is_absent(error):
+        if not is_download_error(error):
             raise
         text = f"not checked: {config.model.name} or its tokenizer is not in the hub's cache; a run downloads it when it begins"
         yield note("recipe.absent", text, "nothing, on a machine with a network; else download it beforehand")

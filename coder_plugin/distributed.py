@@ -272,21 +272,20 @@ def ring_send_recv(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[
 
 def all_max(value: Tensor) -> Tensor:
     """Element-wise maximum over ranks, without a gradient."""
-    value = value.detach()
-    if world_size() > 1:
-        value = value.clone()
-        _begin()
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value
+    return _all_reduce(value, "MAX")
 
 
 def all_sum(value: Tensor) -> Tensor:
     """Element-wise sum over ranks, without a gradient."""
+    return _all_reduce(value, "SUM")
+
+
+def _all_reduce(value: Tensor, operation: str) -> Tensor:
     value = value.detach()
     if world_size() > 1:
         value = value.clone()
         _begin()
-        dist.all_reduce(value)
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation))
     return value
 
 

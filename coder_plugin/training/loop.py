@@ -205,9 +205,8 @@ class Trainer:
         self.last: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
         # of random weights it is chance
-        self._measures_before = config.evaluation.val_before or not (
-            isinstance(model, str) and prepare.has_random_weights(config, self.model)
-        )
+        trained = not isinstance(model, str) or fine_tuning.starts_from_weights(config)
+        self._measures_before = config.evaluation.val_before or trained
         self.zero_shot: dict[str, Any] = {}
         self.encoded: Encoded | None = None
 

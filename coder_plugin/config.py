@@ -39,6 +39,11 @@ def option(default: Any, help: str, *, flag: str | None = None, **declared: Any)
     return field(default=default, metadata=metadata)
 
 
+def _check_settings(settings: Sequence[str], flag: str, form: str) -> None:
+    if wrong := next((each for each in settings if "=" not in each), None):
+        raise CoderError(f"{flag} {wrong}: write {form}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """What is minimised, and what its terms need besides the data."""
@@ -84,9 +89,7 @@ class LossConfig:
     )
 
     def __post_init__(self) -> None:
-        for setting in self.set:
-            if "=" not in setting:
-                raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+        _check_settings(self.set, "--set", "OWNER.OPTION=VALUE, such as dcl.mu=0.07")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +161,7 @@ class ModelConfig:
     lora_alpha: float | None = option(None, "scale of the adapters [their rank]", above=0)
 
     def __post_init__(self) -> None:
-        for setting in self.kwargs:
-            if "=" not in setting:
-                raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
+        _check_settings(self.kwargs, "--model-kwargs", "OPTION=VALUE, such as embed_dim=512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,11 +394,7 @@ class TrainConfig:
 
     def with_options(self, **options: Any) -> TrainConfig:
         """A copy with other values for options, given by their flat names."""
-        by_subject: dict[str, dict[str, Any]] = {}
-        for name, value in options.items():
-            option = get_option(name)
-            by_subject.setdefault(option.subject, {})[option.field] = value
-        changed = {subject: replace(getattr(self, subject), **values) for subject, values in by_subject.items()}
+        changed = {subject: replace(getattr(self, subject), **values) for subject, values in nest(options).items()}
         return replace(self, **changed, origins={**self.origins, **dict.fromkeys(options, "code")})
 
     def given(self) -> dict[str, Any]:
@@ -690,8 +687,4 @@ def resolve(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         (0.001, 30, {'lr': 'flag', 'epochs': 'recipe coder'})
     """
     values, origins = merge(layers)
-    by_subject: dict[str, dict[str, Any]] = {subject: {} for subject in SUBJECTS}
-    for name, value in values.items():
-        option = get_option(name)
-        by_subject[option.subject][option.field] = value
-    return TrainConfig(**{subject: cls(**by_subject[subject]) for subject, cls in SUBJECTS.items()}, origins=origins)
+    return TrainConfig(**{subject: SUBJECTS[subject](**given) for subject, given in nest(values).items()}, origins=origins)

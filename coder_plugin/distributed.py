@@ -272,21 +272,20 @@ def ring_send_recv(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[
 
 def all_max(value: Tensor) -> Tensor:
     """Element-wise maximum over ranks, without a gradient."""
-    value = value.detach()
-    if world_size() > 1:
-        value = value.clone()
-        _begin()
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value
+    return _all_reduce(value, "MAX")
 
 
 def all_sum(value: Tensor) -> Tensor:
     """Element-wise sum over ranks, without a gradient."""
+    return _all_reduce(value, "SUM")
+
+
+def _all_reduce(value: Tensor, operation: str) -> Tensor:
     value = value.detach()
     if world_size() > 1:
         value = value.clone()
         _begin()
-        dist.all_reduce(value)
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation))
     return value
 
 
@@ -329,25 +328,9 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise on every rank if one has an error: there that error, elsewhere a :class:`CoderError`. Call it on every rank.
-
-    Without it the other ranks would wait for ever for one that has failed.
-
-    Args:
-        error: this rank's error, or None.
-
-    Raises:
-        CoderError: another rank has an error; its number and text.
-
-    Example:
-        >>> raise_on_all_ranks(None)
-    """
-    _gathered(None, error)
-
-
 def on_every_rank(work: Callable[[], _T]) -> list[_T]:
-    """Run ``work`` on every rank and gather its small results, in rank order. If it fails on one rank, all raise.
+    """Run ``work`` on every rank and gather its small results, in rank order. If it fails on one rank, all raise: the others
+    would wait for ever for it.
 
     Raises:
         CoderError: another rank's error; the rank that failed raises its own.
@@ -362,11 +345,6 @@ def on_every_rank(work: Callable[[], _T]) -> list[_T]:
         result = work()
     except Exception as caught:
         error = caught
-    return _gathered(result, error)
-
-
-def _gathered(result: Any, error: Exception | None) -> list[Any]:
-    """Gather results and errors at once; one rank's error is raised on all."""
     outcomes = gather_objects((result, None if error is None else str(error)))
     if error is not None:
         raise error

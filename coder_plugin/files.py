@@ -153,21 +153,15 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
 
 
-def remove_leftovers(path: str | Path) -> None:
-    """Remove the temporary files and folders of ``path`` that killed processes of this machine have left."""
-    path = Path(path)
-    _remove_leftovers(path.parent, re.escape(path.name))
+def remove_leftovers(folder: str | Path, name: str | None = None) -> None:
+    """Remove the temporary files and folders that killed processes of this machine have left in a folder.
 
-
-def remove_all_leftovers(folder: str | Path) -> None:
-    """As :func:`remove_leftovers` for all files in a folder."""
-    _remove_leftovers(Path(folder), ".+")
-
-
-def _remove_leftovers(folder: Path, name: str) -> None:
-    for each in folder.glob(".*.writing"):
+    Args:
+        name: only those of the file or folder of this name.
+    """
+    for each in Path(folder).glob(".*.writing"):
         match = _TEMPORARY.fullmatch(each.name)
-        if match and re.fullmatch(name, match[1]) and match[2] == _host() and not _is_running(int(match[3])):
+        if match and name in (None, match[1]) and match[2] == _host() and not _is_running(int(match[3])):
             _remove(each)
 
 
@@ -177,7 +171,7 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:  # another user's
-        return True
+        pass
     return True
 
 
@@ -357,7 +351,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():  # killed between the two renames of replace_folder
         os.replace(old, path)
-    remove_leftovers(path)
+    remove_leftovers(path.parent, path.name)
     temporary = temporary_path(path)
     temporary.mkdir(parents=True)
     try:

@@ -135,23 +135,16 @@ def check_model_addresses(options: Mapping[str, Any], origin: str, flags: Mappin
 
 def check_local_loss(loss: str) -> None:
     """:class:`CoderError` for a loss that :func:`local_only` has marked."""
-    if loss.startswith(_MARK):
-        named = loss.removeprefix(_MARK).removesuffix(">")
-        raise CoderError(
-            f"a configuration file or recipe names the loss {named[:200]!r}, which runs a Python file: if you trust it, give "
-            "it again on the command line (--loss)"
-        )
+    _refuse_marked(loss, "a configuration file or recipe names the loss", "which runs a Python file", "--loss")
 
 
 def check_local(location: str) -> None:
-    """Refuse a location that :func:`local_only` has marked.
+    """:class:`CoderError` for a location of data that :func:`local_only` has marked: names it, and the flags that open it."""
+    why = f"which runs a command, fetches, or stands for more than {MOST_SHARDS:,} files"
+    _refuse_marked(location, "a configuration file reads data from", why, "--train-data, --val-data, --regions")
 
-    Raises:
-        CoderError: it is marked; names it, and the flags that open it all the same.
-    """
-    if location.startswith(_MARK):
-        named = location.removeprefix(_MARK).removesuffix(">")
-        raise CoderError(
-            f"a configuration file reads data from {named[:200]!r}, which runs a command, fetches, or stands for more than "
-            f"{MOST_SHARDS:,} files: if you trust it, give it again on the command line (--train-data, --val-data, --regions)"
-        )
+
+def _refuse_marked(value: str, what: str, why: str, flags: str) -> None:
+    if value.startswith(_MARK):
+        named = value.removeprefix(_MARK).removesuffix(">")
+        raise CoderError(f"{what} {named[:200]!r}, {why}: if you trust it, give it again on the command line ({flags})")

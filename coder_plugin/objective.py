@@ -437,10 +437,8 @@ def _is_weight(value: Any) -> bool:
 def _unavailable(fields: Mapping[str, Any]) -> TermSpec:
     """A saved term without its object. The keys of heads are left out: a head may have been an object too."""
 
-    def keys(which: str, older: str = "") -> tuple[str, ...]:
-        return tuple(key for key in fields.get(which, fields.get(older, ())) if not key.startswith("coder_"))
-
-    term = UnavailableTerm(fields.get("class", fields["name"]), keys("requires"), keys("optional", "uses"))
+    keys = (tuple(key for key in fields.get(which, ()) if not key.startswith("coder_")) for which in ("requires", "optional"))
+    term = UnavailableTerm(fields.get("class", fields["name"]), *keys)
     return TermSpec(fields["name"], float(fields["weight"]), options=tuple(fields["options"].items()), term=term)
 
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_folder, atomic_write, locked, move_into, recover, refuse_links, temporary_path
+from coder_plugin.files import (
+    atomic_folder,
+    atomic_write,
+    locked,
+    move_into,
+    recover,
+    refuse_links,
+    remove_leftovers,
+    temporary_path,
+)
 
 
 class Broken(Exception):
@@ -109,10 +118,13 @@ def test_temporary_names_differ_and_only_those_of_killed_processes_are_removed(t
     assert killed.name.endswith(".writing") and killed.name.startswith(".folder.")
     running, elsewhere = temporary_path(path), tmp_path / ".folder.another-host.1.01234567.writing"
     assert running != temporary_path(path)
-    for other in (running, elsewhere):
+    of_another = killed.with_name(killed.name.replace("folder", "index"))
+    for other in (running, elsewhere, of_another):
         other.mkdir()
     with atomic_folder(path) as folder:
         assert folder != running
+    assert set(tmp_path.iterdir()) == {path, running, elsewhere, of_another}
+    remove_leftovers(tmp_path)
     assert set(tmp_path.iterdir()) == {path, running, elsewhere}
 
 

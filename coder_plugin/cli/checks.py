@@ -80,7 +80,8 @@ def check_options(
 def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
     """Raise a ``CoderError`` with the flag for data that do not exist on this machine, or that no reader knows."""
     try:
-        if kind == "auto" or reads_files(kind):
+        ours = [each.name for each in list_plugins("readers") if each.distribution == "coder-plugin"]
+        if kind in ("auto", *ours):  # what a reader of another package calls a data set may be any text
             check_location(spec)
         if kind == "auto" and not spec.startswith("<"):
             guess_kind(spec)
@@ -120,19 +121,6 @@ def _files(spec: str, kind: str) -> dict[Any, str]:
     return files
 
 
-def reads_files(kind: str) -> bool:
-    """Whether a reader is ours: what one of another package calls a data set may be any text."""
-    return any(plugin.name == kind and plugin.distribution == "coder-plugin" for plugin in list_plugins("readers"))
-
-
-def check_reranker(text: str | None) -> None:
-    """Raise a ``CoderError`` for an unknown re-ranker, or one not of the form ``NAME(option=value)``; None: none is given."""
-    from coder_plugin.heads.rerankers import parse_reranker
-
-    if text is not None:
-        parse_reranker(text)
-
-
 def check_exists(path: str, *, flag: str) -> None:
     """Raise a ``CoderError`` with the flag, and the most similar name, for a file or folder that does not exist."""
     try:
@@ -145,6 +133,12 @@ def check_model(spec: str | None) -> None:
     """Raise a ``CoderError`` if a run's, export's or shared model's folder does not exist; one of the hub is not looked up."""
     if spec is not None and not spec.startswith("hf-hub:"):
         check_folder(spec, "a run or an export", command="coder-plugin train")
+
+
+def check_parent(path: str | None, flag: str) -> None:
+    """Raise a ``CoderError`` if the folder of a file to write does not exist; None: nothing is written."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise CoderError(f"{flag} {path}: the folder {Path(path).parent} does not exist")
 
 
 def check_output(folder: str) -> None:

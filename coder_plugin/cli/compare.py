@@ -69,7 +69,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
     from coder_plugin.cli.checks import check_data, check_options, check_output
-    from coder_plugin.cli.train import check_concepts
 
     budget = None if arguments.budget is None else parse_duration(arguments.budget)
     # --loss and --lr are rows and rates; a --config, such as a run's, may say what a comparison sets
@@ -83,7 +82,6 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     plans = make_plans(arguments, options)
     for row in (row for plan in plans for row in plan.rows if row.command is None):
         check_options(row.points()[0].options)
-        check_concepts(row.points()[0].options)
 
     from coder_plugin.compare.run import Comparison  # torch is imported: it takes seconds
 

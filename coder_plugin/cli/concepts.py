@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -71,15 +71,6 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     check_options(options, reads=["train_data", "image_root"])
     if arguments.vectors != "none" and not arguments.vectors.startswith(_MODEL):
         check_exists(arguments.vectors, flag="--vectors")
-    echo(concepts_command(arguments, options))
-    return 0
-
-
-def concepts_command(arguments: Command, options: Mapping[str, Any]) -> str:
-    """Build and save the vocabulary; returns its description.
-
-    Everything that can fail is checked first, since tagging a large corpus takes minutes.
-    """
     from coder_plugin.concepts.build import build_vocabulary
     from coder_plugin.concepts.tagging import make_tagger
     from coder_plugin.concepts.vocabulary import artefact_path, check_writable, describe
@@ -87,7 +78,7 @@ def concepts_command(arguments: Command, options: Mapping[str, Any]) -> str:
     from coder_plugin.config import resolve
     from coder_plugin.data.from_config import make_captions, make_source
 
-    config = resolve([("flag", options)])
+    config = resolve([("flag", options)])  # all that can fail is checked first: tagging a large corpus takes minutes
     path = artefact_path(arguments.output)
     check_writable(path)
     vectors = _vectors(arguments.vectors, template=arguments.template, center=arguments.center)
@@ -112,9 +103,10 @@ def concepts_command(arguments: Command, options: Mapping[str, Any]) -> str:
     )
     vocabulary.save(path)
     data = [f"--{name.replace('_', '-')}={options[name]}" for name in ("train_data", *READING) if name in options]
-    return f"{describe(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}\nnext: " + shlex.join(
-        ["coder-plugin", "train", *(["--model", "MODEL", *data] if data else ()), "--loss", "coder", "--concepts", str(path)]
-    )
+    command = ["train", *(["--model", "MODEL", *data] if data else ()), "--loss", "coder", "--concepts", str(path)]
+    echo(f"{describe(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}")
+    echo(f"next: {shlex.join(['coder-plugin', *command])}")
+    return 0
 
 
 def _vectors(spec: str, *, template: str | None, center: bool | None) -> VectorSource | None:

@@ -6,8 +6,9 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from coder_plugin.cli.flags import add_command, add_flags, read_command, read_options
+from coder_plugin.cli.flags import add_command
 from coder_plugin.config import option, options_by_name
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
@@ -41,24 +42,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Check the installation. With options of train, such as --train-data, --model or --loss, check these "
         "too; with FOLDER, check the run or export in it. Nothing is downloaded or written. Status 1 if there is a problem.",
     )
-    add_command(parser, Command)
-    add_flags(parser, only=flags())
-    parser.set_defaults(run=run)
+    add_command(parser, Command, run, options=flags())
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(command: Command, options: dict[str, Any]) -> int:
     """Check, print, and return the exit status: 1 with a problem, or with ``--strict`` with a warning, else 0."""
     from coder_plugin.doctor.examine import examine
     from coder_plugin.doctor.findings import format_findings, worst
 
-    command = read_command(Command, arguments)
-    findings = examine(
-        read_options(arguments),
-        command.folder,
-        samples=command.samples,
-        check_all=command.all,
-        check_objective=arguments.config is not None,
-    )
+    findings = examine(options, command.folder, samples=command.samples, check_all=command.all)
     text = json.dumps([asdict(each) for each in findings], indent=2)
     if command.json != "-":
         echo(format_findings(findings))

@@ -48,28 +48,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: Command) -> int:
-    from coder_plugin.cli.checks import check_folder
+    from coder_plugin.cli.checks import check_folder, check_parent, writing
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if not 0 < arguments.threshold <= 1:
         raise CoderError(f"--threshold is a cosine, above 0 and at most 1, got {arguments.threshold}")
-    for flag in ("html", "keys_file"):
-        path = getattr(arguments, flag)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise CoderError(f"--{flag.replace('_', '-')} {path}: the folder {Path(path).parent} does not exist")
-    echo(duplicates_command(arguments))
-    return 0
-
-
-def duplicates_command(arguments: Command) -> str:
-    """Find the groups; returns what to print, and writes the files that the flags name."""
-    from coder_plugin.cli.checks import writing
+    check_parent(arguments.html, "--html")
+    check_parent(arguments.keys_file, "--keys-file")
     from coder_plugin.search.duplicates import find_duplicates
     from coder_plugin.search.index import Index
 
-    index = Index(
-        arguments.index, verify=arguments.verify, parameters=arguments.search_parameters, gpu=arguments.gpu
-    )
+    index = Index(arguments.index, verify=arguments.verify, parameters=arguments.search_parameters, gpu=arguments.gpu)
     found = find_duplicates(index, threshold=arguments.threshold, exact=arguments.exact, gpu=arguments.gpu)
     summary = summarize(found, arguments.threshold)
     if arguments.html is not None:
@@ -78,10 +67,12 @@ def duplicates_command(arguments: Command) -> str:
     if arguments.keys_file is not None:
         with writing(arguments.keys_file, "--keys-file"):
             _write_keys(Path(arguments.keys_file), index, found.groups)
-    if not arguments.json:
-        return "\n".join([summary, *_table(index, found.groups)])
-    echo(summary, file=sys.stderr)
-    return json.dumps([_row(index, group) for group in found.groups], indent=2, ensure_ascii=False)
+    if arguments.json:
+        echo(summary, file=sys.stderr)
+        echo(json.dumps([_row(index, group) for group in found.groups], indent=2, ensure_ascii=False))
+    else:
+        echo("\n".join([summary, *_table(index, found.groups)]))
+    return 0
 
 
 def summarize(found: Any, threshold: float) -> str:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding
+from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding, skipped
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
@@ -53,10 +53,24 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
             raise CoderError(f"--{name} needs the images: leave out --what captions")
     columns = columns_of(arguments.columns)
     index, count = share_of(arguments.task_index, arguments.task_count)
+    from coder_plugin.search.embed import EmbedJob
+
+    own = ("data", "output", "export", "split", "what", "dtype", "thumbnails", "tokens", "reranker", "rows_per_file")
+    job = EmbedJob(
+        model=arguments.run_folder, options=options, columns=columns, **{name: getattr(arguments, name) for name in own}
+    )
     try:
-        echo(embed_command(arguments, options, columns, index, count))
+        finished = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"complete files are kept in {arguments.output}; the same command continues") from None
+    sizes = f"{plural(finished.files, 'file')}, {plural(finished.images, 'image')}, {plural(finished.captions, 'caption')}"
+    if finished.made == 0 and finished.files == finished.units:
+        echo(f"{arguments.output} is already finished: {sizes}; nothing to do")
+        return 0
+    missing = finished.units - finished.files
+    rest = f"; {plural(missing, 'file')} of other tasks are missing" if missing else ""
+    made = f"{plural(finished.made, 'file')} made here, vectors of {job.dimensions} dimensions, {job.dtype}"
+    echo(f"embeddings {arguments.output}: {sizes}; {made}{skipped(finished.bad)}{rest}")
     return 0
 
 
@@ -103,36 +117,3 @@ def share_of(task: int | None, tasks: int | None) -> tuple[int, int]:
     ranks_from_slurm()
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     return task * ranks + rank, tasks * ranks
-
-
-def embed_command(
-    arguments: Command, options: dict[str, Any], columns: dict[str, str], index: int, count: int
-) -> str:
-    """Embed what the flags describe; returns a summary."""
-    from coder_plugin.search.embed import EmbedJob
-
-    job = EmbedJob(
-        model=arguments.run_folder,
-        data=arguments.data,
-        output=arguments.output,
-        options=options,
-        export=arguments.export,
-        split=arguments.split,
-        what=arguments.what,
-        dtype=arguments.dtype,
-        thumbnails=arguments.thumbnails,
-        tokens=arguments.tokens,
-        reranker=arguments.reranker,
-        columns=columns,
-        rows_per_file=arguments.rows_per_file,
-    )
-    finished = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
-    sizes = f"{plural(finished.files, 'file')}, {plural(finished.images, 'image')}, {plural(finished.captions, 'caption')}"
-    if finished.made == 0 and finished.files == finished.units:
-        return f"{arguments.output} is already finished: {sizes}; nothing to do"
-    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(finished.bad.items()))
-    lost = f"; {plural(finished.bad.total(), 'sample')} skipped ({kinds})" if finished.bad else ""
-    missing = finished.units - finished.files
-    rest = f"; {plural(missing, 'file')} of other tasks are missing" if missing else ""
-    vectors = f"vectors of {job.dimensions} dimensions, {job.dtype}"
-    return f"embeddings {arguments.output}: {sizes}; {plural(finished.made, 'file')} made here, {vectors}{lost}{rest}"

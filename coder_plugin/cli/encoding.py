@@ -9,6 +9,7 @@ from typing import Any
 
 from coder_plugin.config import MISSING, OPENING, READING, option
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import plural
 
 #: Options of training with which a model is opened and data are read.
 OPENING_AND_READING = (*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels")
@@ -31,9 +32,10 @@ class RerankerFlag:
     )
 
     def __post_init__(self) -> None:
-        from coder_plugin.cli.checks import check_reranker
+        from coder_plugin.heads.rerankers import parse_reranker
 
-        check_reranker(self.reranker)
+        if self.reranker is not None:
+            parse_reranker(self.reranker)  # it raises for an unknown one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +102,14 @@ def check_encoding(arguments: EncodingFlags, options: Mapping[str, Any]) -> None
     assert arguments.data is not None
     kind = "pictures" if os.path.isdir(arguments.data) else options.get("dataset_type", "auto")
     check_data(arguments.data, flag="--data", kind=kind)
+
+
+def skipped(bad: Mapping[str, int]) -> str:
+    """The end of a summary: how many samples could not be used, by kind; empty if there are none.
+
+    Example:
+        >>> skipped({"missing": 2, "damaged": 1}), skipped({})
+        ('; 3 samples skipped (damaged 1, missing 2)', '')
+    """
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(bad.items()))
+    return f"; {plural(sum(bad.values()), 'sample')} skipped ({kinds})" if bad else ""

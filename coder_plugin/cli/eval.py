@@ -98,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
-    from coder_plugin.cli.checks import check_exists, check_model, check_options
+    from coder_plugin.cli.checks import check_exists, check_model, check_options, check_parent
 
     for folder in arguments.run_folder:
         check_model(folder)
@@ -106,10 +106,9 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     if not arguments.run_folder and "model" not in options:
         raise CoderError("name the model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     for flag in ("cxc", "zeroshot", "classnames"):
-        if vars(arguments)[flag] is not None:
-            check_exists(vars(arguments)[flag], flag=f"--{flag}")
-    if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
-        raise CoderError(f"--json {arguments.json}: the folder {Path(arguments.json).parent} does not exist")
+        if (path := getattr(arguments, flag)) is not None:
+            check_exists(path, flag=f"--{flag}")
+    check_parent(arguments.json, "--json")
     results = evaluate_command(arguments, options)
     if not results:
         return 0  # another rank prints
@@ -141,19 +140,18 @@ def evaluate_command(arguments: Command, options: Mapping[str, Any]) -> dict[str
     from coder_plugin.evaluation.compare import Measures, evaluate_models
     from coder_plugin.evaluation.wise_ft import fine_tuning
 
-    flags = vars(arguments)
     drawing: Any = None
     on_model: Any = None
     collected: dict[str, Any] = {}
-    if any(flags.get(name) is not None for name in ("pictures", "pictures_count", "pictures_concepts")):
+    if any(each is not None for each in (arguments.pictures, arguments.pictures_count, arguments.pictures_concepts)):
         from coder_plugin.report import eval_figures
         from coder_plugin.report.alignment import LOCALS
 
         drawing = eval_figures.figure_options(
-            flags.get("pictures"),
-            images=flags.get("pictures_count"),
-            concepts=flags.get("pictures_concepts"),
-            reweighted=bool(flags.get("beta") or flags.get("context_weight")),
+            arguments.pictures,
+            images=arguments.pictures_count,
+            concepts=arguments.pictures_concepts,
+            reweighted=bool(arguments.beta or arguments.context_weight),
         )
 
         def on_model(name: str, encoder: Any, source: Any, data: Any) -> None:
@@ -161,27 +159,24 @@ def evaluate_command(arguments: Command, options: Mapping[str, Any]) -> dict[str
             collected[name] = eval_figures.collect(drawing, encoder, source, pictures)
 
     tuning = fine_tuning(
-        zeroshot=flags.get("zeroshot"), base=flags.get("base"), alphas=flags.get("wise_ft"), save=flags.get("wise_ft_save")
+        zeroshot=arguments.zeroshot, base=arguments.base, alphas=arguments.wise_ft, save=arguments.wise_ft_save
     )
     if tuning is not None and drawing is not None:
         raise CoderError(f"{tuning.flags}: leave out --pictures, and draw them in a run of their own")
     measures = Measures(
         folds=arguments.folds,
-        betas=tuple(flags.get("beta") or ()),
-        context_weights=tuple(flags.get("context_weight") or ()),
-        analyses=bool(flags.get("analyses")),
+        betas=arguments.beta,
+        context_weights=arguments.context_weight,
+        analyses=bool(arguments.analyses),
         benchmarks=load_benchmarks(
-            by=flags.get("by") or (),
-            eccv_caption=bool(flags.get("eccv")),
-            cxc_folder=flags.get("cxc"),
-            zeroshot=flags.get("zeroshot"),
-            classnames=flags.get("classnames"),
-            templates=flags.get("templates"),
+            eccv_caption=arguments.eccv,
+            cxc_folder=arguments.cxc,
+            **{name: getattr(arguments, name) for name in ("by", "zeroshot", "classnames", "templates")},
         ),
         fine_tuning=tuning,
     )
     if arguments.analyses:
-        from coder_plugin.report.figures import check_figures
+        from coder_plugin.report.figures import check_figures, plot_analyses
 
         measures.check(len(set(arguments.run_folder)) or 1)  # before the folder is made
         check_figures("--analyses", arguments.analyses, "draws with matplotlib", "matplotlib")
@@ -191,13 +186,11 @@ def evaluate_command(arguments: Command, options: Mapping[str, Any]) -> dict[str
         measures,
         export=arguments.export,
         split=arguments.split,
-        return_intermediates=LOCALS if drawing is not None else (),
-        on_model=on_model if drawing is not None else None,
-        reranker=flags.get("reranker"),
+        return_intermediates=() if drawing is None else LOCALS,
+        on_model=on_model,
+        reranker=arguments.reranker,
     )
     if results and arguments.analyses:
-        from coder_plugin.report.figures import plot_analyses
-
         rows = analyses_of(results)
         (Path(arguments.analyses) / "analyses.json").write_text(json.dumps(rows, indent=2) + "\n")
         plot_analyses(rows, Path(arguments.analyses))

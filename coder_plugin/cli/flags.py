@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from coder_plugin.cli.parsing import CommandParser, mark_rare
@@ -23,8 +23,8 @@ _TITLES = {
 }
 #: What options mean to commands that do not train.
 _WITHOUT_TRAINING = {
-    "model": "in place of RUN: an open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
-    "transformers:OWNER/NAME), or a region model such as region-bert",
+    "model": "in place of RUN, or where an index's model is now: an open_clip model or configuration (.json), CLIPModel or "
+    "SiglipModel of transformers (folder, transformers:OWNER/NAME), or a region model such as region-bert",
     "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
     "batch_size": "images, or captions, per forward pass [the run's, else 64]",
     "workers": "data loading processes [the run's, else 2]",
@@ -34,22 +34,19 @@ _WITHOUT_TRAINING = {
 }
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, only: Collection[str] | None = None, *, help_texts: Mapping[str, str] | None = None
-) -> None:
+def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Add ``--config`` and a flag for each option of training, or for those in ``only``, in a group for each subject.
 
     Args:
         parser: of the command.
         only: names of the options; None: all.
-        help_texts: what some of them mean to this command, by name.
     """
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
     options = [option for name, option in options_by_name().items() if only is None or name in only]
     training = any(option.name == "train_data" for option in options)
-    texts = {**({} if training else _WITHOUT_TRAINING), **(help_texts or {})}
+    texts = {} if training else _WITHOUT_TRAINING
     options.sort(key=lambda option: option.group is None)  # --recipe beside --loss
     for title in _TITLES.values():
         group = parser.add_argument_group(title)
@@ -68,7 +65,6 @@ def add_command(
     run: Callable[..., int] | None = None,
     *,
     options: Collection[str] | None = None,
-    help_texts: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag, or an argument without one, for each field of a command's own dataclass, and set what the command runs.
 
@@ -78,7 +74,6 @@ def add_command(
         run: called with an instance of it; with ``options`` also with those of training that were given, by flat name.
             Returns the exit status. None: the caller sets it.
         options: names of options of training that the command takes, too.
-        help_texts: what some of these mean to this command, by name.
 
     Example:
         >>> from dataclasses import dataclass
@@ -98,7 +93,7 @@ def add_command(
             groups[option.group] = parser.add_argument_group(option.group)
         _add(groups[option.group], option)
     if options is not None:
-        add_flags(parser, only=options, help_texts=help_texts)
+        add_flags(parser, only=options)
     if run is not None:
         reads_options = options is not None
         parser.set_defaults(

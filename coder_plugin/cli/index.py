@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding
+from coder_plugin.cli.encoding import OPENING_AND_READING, EncodingFlags, check_encoding, skipped
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import MISSING, option
 from coder_plugin.errors import CoderError
@@ -76,11 +76,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         ("remove", "Remove images from an index. Their rows are deleted from its Parquet files."),
     ):
         changes[name] = type(parser)(prog=f"{parser.prog} {name}", description=description)
-    moved = {
-        "model": "of an index that was made with --model: where its model is now, if it has moved",
-        "pretrained": "the same for its weights",
-    }
-    add_command(changes["add"], AddCommand, run_add, options=OPENING_AND_READING, help_texts=moved)
+    add_command(changes["add"], AddCommand, run_add, options=OPENING_AND_READING)
     add_command(changes["remove"], RemoveCommand, run_remove)
     parse = parser.parse_known_args
 
@@ -141,42 +137,17 @@ def run_remove(arguments: RemoveCommand) -> int:
 
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
-    if arguments.embeddings is not None:
-        return _run_embeddings(arguments, options)
-    if arguments.data is None:
-        raise CoderError("say what to index: --data and the model that encodes it, or --embeddings")
-    check_encoding(arguments, options)
-    try:
-        if summary := index_command(arguments, options):
-            echo(summary)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
-    return 0
-
-
-def _run_embeddings(arguments: Command, options: Mapping[str, Any]) -> int:
-    """Build an index from an embeddings folder."""
     from coder_plugin.cli.checks import check_folder, check_output
 
-    if arguments.run_folder is not None or arguments.data is not None or options or arguments.reranker:
-        raise CoderError("--embeddings are encoded already: leave out the model, --data and how they are read")
-    assert arguments.embeddings is not None
-    check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
-    check_output(arguments.output)
-    from coder_plugin import distributed
-    from coder_plugin.pretrained.device import default_device
-    from coder_plugin.search.build import build_index
-
-    default_device(timeout=BUILD_TIMEOUT)
-    options = {"what": arguments.what, "factory": arguments.factory, "rerank": arguments.rerank_items}
-    note = build_index(arguments.output, arguments.embeddings, **options)
-    if distributed.rank() == 0:
-        echo(_summary(arguments.output, note))
-    return 0
-
-
-def index_command(arguments: Command, options: Mapping[str, Any]) -> str:
-    """Build the index that the flags describe; returns a summary."""
+    if arguments.embeddings is not None:
+        if arguments.run_folder is not None or arguments.data is not None or options or arguments.reranker:
+            raise CoderError("--embeddings are encoded already: leave out the model, --data and how they are read")
+        check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
+        check_output(arguments.output)
+    elif arguments.data is None:
+        raise CoderError("say what to index: --data and the model that encodes it, or --embeddings")
+    else:
+        check_encoding(arguments, options)
     from coder_plugin import distributed
     from coder_plugin.pretrained.device import default_device
     from coder_plugin.search.build import build_index
@@ -184,22 +155,25 @@ def index_command(arguments: Command, options: Mapping[str, Any]) -> str:
     from coder_plugin.search.index import EMBEDDINGS
 
     default_device(timeout=BUILD_TIMEOUT)
-    assert arguments.data is not None
-    folder = Path(arguments.output)
-    job = EmbedJob(
-        model=arguments.run_folder,
-        data=arguments.data,
-        output=str(folder / EMBEDDINGS),
-        options=options,
-        export=arguments.export,
-        split=arguments.split,
-        what=arguments.what,
-        thumbnails=arguments.thumbnails,
-        tokens=None if arguments.rerank_items else False,
-        reranker=arguments.reranker if arguments.rerank_items else None,
-    )
-    note = build_index(folder, job, what=arguments.what, factory=arguments.factory, rerank=arguments.rerank_items)
-    return _summary(arguments.output, note) if distributed.rank() == 0 else ""
+    source: Any = arguments.embeddings
+    if arguments.data is not None:
+        source = EmbedJob(
+            model=arguments.run_folder,
+            output=str(Path(arguments.output) / EMBEDDINGS),
+            options=options,
+            tokens=None if arguments.rerank_items else False,
+            reranker=arguments.reranker if arguments.rerank_items else None,
+            **{name: getattr(arguments, name) for name in ("data", "export", "split", "what", "thumbnails")},
+        )
+    try:
+        note = build_index(
+            arguments.output, source, what=arguments.what, factory=arguments.factory, rerank=arguments.rerank_items
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
+    if distributed.rank() == 0:
+        echo(_summary(arguments.output, note))
+    return 0
 
 
 def _summary(folder: str, note: Mapping[str, Any]) -> str:
@@ -207,7 +181,5 @@ def _summary(folder: str, note: Mapping[str, Any]) -> str:
         f"{kind}: {note[kind]:,}{' x ' + str(each['views']) if each['views'] > 1 else ''} of {each['dimensions']} dimensions"
         for kind, each in note["vectors"].items()
     )
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(note["bad"].items()))
-    lost = f"; {plural(sum(note['bad'].values()), 'sample')} skipped ({kinds})" if note["bad"] else ""
-    sizes_text = f"{plural(note['images'], 'image')}, {plural(note['captions'], 'caption')}"
-    return f"index {folder}: {sizes_text}; vectors of {vectors}{lost}"
+    sizes = f"{plural(note['images'], 'image')}, {plural(note['captions'], 'caption')}"
+    return f"index {folder}: {sizes}; vectors of {vectors}{skipped(note['bad'])}"

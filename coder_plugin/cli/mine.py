@@ -45,42 +45,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: Command, options: dict[str, Any]) -> int:
-    from coder_plugin.cli.checks import check_data, check_folder, check_model, check_options
+    from coder_plugin.cli.checks import check_data, check_folder, check_model, check_options, check_parent
 
     mining = MiningOptions(**{each.name: getattr(arguments, each.name) for each in fields(MiningOptions)})
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
     check_output(arguments.output)
-    if arguments.html is not None and not Path(arguments.html).absolute().parent.is_dir():
-        raise CoderError(f"--html {arguments.html}: the folder {Path(arguments.html).parent} does not exist")
+    check_parent(arguments.html, "--html")
     if arguments.data is not None:
         check_data(arguments.data, flag="--data", kind=options.get("dataset_type", "auto"))
-    is_run = (Path(arguments.run_folder or "") / "config.json").is_file()
-    if not _names_model(arguments, options):
+    names_model = arguments.run_folder is not None or "model" in options
+    folder = Path(arguments.index or f"{arguments.output}.index")
+    existing = (folder / "index.json").is_file()
+    if not names_model:
         if arguments.index is None:
             raise CoderError("name the model: a run's or export's folder, hf-hub:OWNER/NAME, or --model; or give its --index")
         check_folder(arguments.index, "an index", command="coder-plugin index")
-    elif arguments.data is None and not is_run and not _has_index(arguments):
+    elif arguments.data is None and not existing and not (Path(arguments.run_folder or "") / "config.json").is_file():
         raise CoderError("name the training set with --data (a run's folder names its own)")
-    if summary := mine_command(arguments, options, mining):
-        echo(summary)
-    return 0
-
-
-def _names_model(arguments: Command, options: Mapping[str, Any]) -> bool:
-    return arguments.run_folder is not None or "model" in options
-
-
-def _index_folder(arguments: Command) -> Path:
-    return Path(arguments.index or f"{arguments.output}.index")
-
-
-def _has_index(arguments: Command) -> bool:
-    return (_index_folder(arguments) / "index.json").is_file()
-
-
-def mine_command(arguments: Command, options: Mapping[str, Any], mining: MiningOptions) -> str:
-    """Write the table, and the page that ``--html`` names; returns a summary."""
     from coder_plugin import distributed
     from coder_plugin.cli.index import BUILD_TIMEOUT
     from coder_plugin.pretrained.device import default_device
@@ -88,18 +70,16 @@ def mine_command(arguments: Command, options: Mapping[str, Any], mining: MiningO
     from coder_plugin.search.mine import mine_negatives
 
     default_device(timeout=BUILD_TIMEOUT)
-    folder = _index_folder(arguments)
-    existing = _has_index(arguments)
-    if not existing and _names_model(arguments, options):
+    if not existing and names_model:
         try:
             _make_index(folder, arguments, options)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was encoded is kept in {folder}; the same command continues") from None
     if distributed.rank() != 0:
-        return ""
+        return 0
     index = Index(folder, gpu=arguments.gpu)
     if existing:
-        if _names_model(arguments, options):
+        if names_model:
             index.check_model(_open_model(arguments, options))
         if arguments.data is not None:
             _check_same_data(index, arguments, options)
@@ -111,7 +91,8 @@ def mine_command(arguments: Command, options: Mapping[str, Any], mining: MiningO
         raise CoderError(f"{error.filename or arguments.output} cannot be written: {error.strerror or error}") from error
     if not existing:
         echo(f"index: {folder}, which another mine with other margins reads again", file=sys.stderr)
-    return format_summary(arguments.output, summary, mining, index.note)
+    echo(format_summary(arguments.output, summary, mining, index.note))
+    return 0
 
 
 def _open_model(arguments: Command, options: Mapping[str, Any]) -> Any:

@@ -69,17 +69,12 @@ def print_recipe(name: str) -> str:
 
     objective = None if name.endswith(".toml") else recipes.find_objective(name)
     shown = [] if objective is None else [objective]
-    tables = [each.to_toml() for each in shown]
-    losses = [each.loss for each in shown]
     if objective is None or recipes.has_recipe(name):
-        recipe = recipes.load(name)
-        tables.append(recipe.to_toml())
-        losses.append(recipe.loss)
-    for loss in losses:  # which grow
-        for item in Expression.parse(loss).items:
-            named = recipes.find_objective(item.name)
-            if named is not None and named not in shown:
+        shown.append(recipes.load(name))
+    tables = [each.to_toml() for each in shown]
+    for each in shown:  # which grows
+        for item in Expression.parse(each.loss).items:
+            if (named := recipes.find_objective(item.name)) is not None and named not in shown:
                 shown.append(named)
                 tables.append("\n".join(f"# {line}".rstrip() for line in named.to_toml().splitlines()))
-                losses.append(named.loss)
     return "\n\n".join(tables)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coder_plugin.cli.encoding import skipped
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import MISSING, READING, TrainConfig, option, resolve
 from coder_plugin.terminal import echo, plural
@@ -157,8 +158,7 @@ def extract_command(arguments: Extract, **reading: Any) -> str:
     )
     start = time.perf_counter()
     done = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
-    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(done.bad.items()))
-    lost = f"; {plural(done.bad.total(), 'sample')} skipped ({kinds}), which {job.path(0).parent} names" if done.bad else ""
+    lost = f"{skipped(done.bad)}, which {job.path(0).parent} names" if done.bad else ""
     missing = done.units - done.files
     rest = f"; {plural(missing, 'shard')} of other tasks are missing" if missing else f": train with --regions {job.folder}"
     made = f"{plural(done.made, 'shard')} made here in {time.perf_counter() - start:.0f} s"

@@ -49,24 +49,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: Command) -> int:
-    from coder_plugin.cli.checks import check_exists, check_folder
+    from coder_plugin.cli.checks import check_exists, check_folder, check_parent, writing
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if not (arguments.text or arguments.image or arguments.key):
         raise CoderError("nothing to search for: give --text, --image or --key")
     for path in arguments.image:
         check_exists(path, flag="--image")
-    echo(search_command(arguments))
-    return 0
-
-
-def search_command(arguments: Command) -> str:
-    """Search an index; returns what to print, and writes the page that ``--html`` names."""
+    check_parent(arguments.html, "--html")
     from coder_plugin.search.searcher import open_searcher
 
-    page = None if arguments.html is None else Path(arguments.html)
-    if page is not None and not page.parent.is_dir():
-        raise CoderError(f"--html {page}: the folder {page.parent} does not exist")
     searcher = open_searcher(
         arguments.index,
         model=arguments.model_folder,
@@ -83,23 +75,24 @@ def search_command(arguments: Command) -> str:
         for name, picture, query in _queries(arguments, searcher)
     ]
     records = searcher.index.records
-    if page is not None:
-        from coder_plugin.cli.checks import writing
+    if arguments.html is not None:
         from coder_plugin.search.page import results_page
 
-        with writing(page, "--html"):
-            page.write_text(results_page(searcher.index, results), encoding="utf-8")
-        echo(f"page: {page}", file=sys.stderr)
+        with writing(arguments.html, "--html"):
+            Path(arguments.html).write_text(results_page(searcher.index, results), encoding="utf-8")
+        echo(f"page: {arguments.html}", file=sys.stderr)
     if arguments.json:
         rows = [
             {"query": name, "results": [_row(rank, hit, records) for rank, hit in enumerate(hits, 1)]}
             for name, _, hits in results
         ]
-        return json.dumps(rows, indent=2, ensure_ascii=False)
+        echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return 0
     lines = []
     for name, _, hits in results:
         lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, arguments.where), ""]
-    return "\n".join(lines).strip("\n")
+    echo("\n".join(lines).strip("\n"))
+    return 0
 
 
 def _queries(arguments: Command, searcher: Any) -> list[tuple[str, Any, Any]]:

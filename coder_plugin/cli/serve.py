@@ -56,12 +56,6 @@ def run(arguments: Command) -> int:
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:
         raise CoderError(f"serve needs {', '.join(missing)}: {install_command('serve')}")
-    serve_command(arguments)
-    return 0
-
-
-def serve_command(arguments: Command) -> None:
-    """Open the index and answer requests until the process is stopped."""
     from coder_plugin.serve import app as server
 
     names = {name: server.name_of(name) for name in arguments.allow_host}
@@ -111,6 +105,7 @@ def serve_command(arguments: Command) -> None:
             server.run(app, bound, requests=arguments.max_requests)
         finally:
             engine.close()
+    return 0
 
 
 def _hint(data: str, folders: list[str] | None) -> str:

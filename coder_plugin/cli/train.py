@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
-    from coder_plugin.expression import Item
     from coder_plugin.training.loop import Trainer
 
 
@@ -50,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     if as_json and not flags.get("dry_run"):
         raise CoderError("--json prints the plan: add --dry-run")
     check_options(flags, file=file, file_name=str(arguments.config))
-    check_concepts(*(options for options in (file, flags) if options))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
     from torch.distributed.elastic.multiprocessing.errors import (
@@ -80,47 +78,6 @@ def train(config: TrainConfig, *, as_json: bool) -> int:
     if trainer.log.main:
         echo(summary(trainer, result))
     return 0
-
-
-def check_concepts(*layers: Mapping[str, Any]) -> None:
-    """Check that a loss whose terms read concepts has a vocabulary, before torch is imported.
-
-    Args:
-        layers: options by flat name, weaker ones first.
-
-    Raises:
-        CoderError: there is none.
-    """
-    from coder_plugin import recipes
-    from coder_plugin.config import merge
-
-    options, _ = merge([("option", layer) for layer in layers])
-    settings = {setting.partition("=")[0].strip() for setting in options.get("set", ())}
-    loss, data = options.get("loss"), options.get("train_data")
-    if loss is None and "recipe" in options:
-        recipe = recipes.load(options["recipe"])
-        loss, settings = recipe.loss, settings | recipe.options.keys()
-    if loss is None or data in (None, "scenes") or "concepts" in options:
-        return
-    terms = [item for item in _terms(loss, settings) if item.name in ("concept_dcl", "pgc")]
-    if any(item.source is None and "head" not in item.options for item in terms) and "concepts.vocabulary" not in settings:
-        raise CoderError(
-            f'--loss "{loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
-            f"--train-data {data} --vectors glove.6B.300d.txt --output FILE"
-        )
-
-
-def _terms(loss: str, settings: set[str]) -> Iterator[Item]:
-    """The terms of a loss, and of the objectives that it names, whose options are added to ``settings``."""
-    from coder_plugin import recipes
-    from coder_plugin.objective import check_names
-
-    for item in check_names(loss).items:
-        if (objective := recipes.find_objective(item.name)) is None:
-            yield item
-        else:
-            settings.update(objective.options)
-            yield from _terms(objective.loss, settings)
 
 
 def kept(folder: Path) -> str:

@@ -43,12 +43,6 @@ def run(arguments: Command) -> int:
             "index in a few lines: docs/embed.md#vector-stores"
         )
     check_folder(arguments.index, "an index", command="coder-plugin index")
-    echo(vectors_command(arguments))
-    return 0
-
-
-def vectors_command(arguments: Command) -> str:
-    """Write the files; returns a summary."""
     import shutil
 
     from coder_plugin.files import atomic_folder
@@ -70,7 +64,8 @@ def vectors_command(arguments: Command) -> str:
                 shutil.copyfile(path, temporary / path.name)
         else:
             _write_arrays(table, temporary, kinds)
-    return f"{output}: {plural(len(table), 'image')} as {arguments.to}"
+    echo(f"{output}: {plural(len(table), 'image')} as {arguments.to}")
+    return 0
 
 
 def _write_arrays(table: object, folder: Path, kinds: list[str]) -> None:

@@ -26,8 +26,7 @@ def once(path: Path, val_data: str | None, make: Callable[[], dict[str, Any]]) -
 
 def of_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """The ranks of a run's best weights."""
-    encoder, source, rerank = open_run(folder, val_data, options)
-    return ranks_of(encoder, source, rerank)
+    return ranks_of(*open_run(folder, val_data, options))
 
 
 def open_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> tuple[Any, Any, str | None]:
@@ -38,18 +37,12 @@ def open_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> 
         val_data: their name; None: the validation split of the built-in scenes.
         options: the run's.
     """
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.open import open_pretrained
 
-    source = open_data(val_data, options)
+    source = make_source(data_config(val_data, options), split="val")
     model = open_pretrained(folder, {}, export="best", name=folder.name, source=source)
     return model.encoder(), source, model.rerank
-
-
-def open_data(val_data: str | None, options: Mapping[str, Any]) -> Any:
-    """The validation data, read as the training data are."""
-    from coder_plugin.data.from_config import make_source
-
-    return make_source(data_config(val_data, options), split="val")
 
 
 def data_config(val_data: str | None, options: Mapping[str, Any]) -> DataConfig:
@@ -61,6 +54,7 @@ def data_config(val_data: str | None, options: Mapping[str, Any]) -> DataConfig:
 
 def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> dict[str, Any]:
     """The ranks of the model that a run starts from."""
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
 
@@ -70,7 +64,8 @@ def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> di
         trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
     finally:
         logging.disable(level)
-    return ranks_of(trainer.encoder, open_data(val_data, options), trainer.config.evaluation.rerank)
+    source = make_source(data_config(val_data, options), split="val")
+    return ranks_of(trainer.encoder, source, trainer.config.evaluation.rerank)
 
 
 def ranks_of(encoder: Any, source: Any, rerank: str | None) -> dict[str, Any]:

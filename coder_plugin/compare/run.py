@@ -103,7 +103,7 @@ class Comparison:
         text = f"{plural(runs, 'run')} of {plural(len(self.plan.rows), 'row')}, {self.jobs} at a time"
         if costs:
             text += (
-                f": about {duration(self._left())}, {format_bytes(disk)} of disk at most (measured over {STEPS} steps; a step "
+                f": about {duration(self._left())}, {disk / 1e6:,.0f} MB of disk at most (measured over {STEPS} steps; a step "
                 f"takes: {steps})"
             )
         if len(costs) < len(self.plan.rows):
@@ -384,13 +384,3 @@ def fit(
 
 def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in sorted(values))
-
-
-def format_bytes(count: float) -> str:
-    """A size in words.
-
-    Example:
-        >>> format_bytes(3.2e6), format_bytes(1.5e9)
-        ('3.2 MB', '1.5 GB')
-    """
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count < 1e7 else f"{count / 1e6:.0f} MB"

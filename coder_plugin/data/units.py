@@ -31,7 +31,7 @@ from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.data.source import MOST_FILES, ItemSource, file_state, preserved_rng, transformed
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
-from coder_plugin.files import remove_all_leftovers
+from coder_plugin.files import remove_leftovers
 from coder_plugin.locations import is_local
 from coder_plugin.progress import Progress
 
@@ -139,7 +139,7 @@ class Job(ABC):
         folder = self.path(0).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            remove_all_leftovers(folder)
+            remove_leftovers(folder)
             names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         except OSError as error:
             raise CoderError(f"{folder} cannot be written: {error}") from error

@@ -24,9 +24,10 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import allowed, describe
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import Item
-from coder_plugin.doctor.findings import Finding, listed, many, note, ok, one_line, problem, share, some, warning
+from coder_plugin.doctor.findings import Finding, listed, note, ok, one_line, problem, share, some, warning
 from coder_plugin.errors import CoderError
 from coder_plugin.progress import track
+from coder_plugin.terminal import plural
 
 #: Most images of a split that are read without --all; of a split with more than SMALL, ``--samples`` pictures are decoded.
 MOST, SMALL = 200_000, 10_000
@@ -78,13 +79,13 @@ def read_split(splits: dict[str, Split], name: str, config: TrainConfig, most: i
         error = raised
     split.broken = error is not None
     if error is not None:
-        do = f"training would stop here; the {many(len(split.items), 'image')} before it were checked"
+        do = f"training would stop here; the {plural(len(split.items), 'image')} before it were checked"
         yield problem(f"{name}.broken", one_line(error), f"make or download the file again; {do}")
     rate = config.data.max_bad_samples
     if split.refused:
         level = problem if len(split.refused) > allowed(rate, len(split.items)) or not split.items else warning
         do = f"fix them or leave them out: they are skipped, and more than {rate:g} (--max-bad-samples) end a run"
-        text = f"{many(len(split.refused), 'sample')} refused: {listed(split.refused)}"
+        text = f"{plural(len(split.refused), 'sample')} refused: {listed(split.refused)}"
         yield level(f"{name}.samples.refused", text, do)
 
 
@@ -282,10 +283,10 @@ def check_pictures(split: Split, config: TrainConfig, looks: dict[str, list[Look
     same = [(ours, theirs) for ours, theirs in same if ours.key != theirs.key]
     do = "keep one of each, with the captions of both: as each other's negatives they are wrong training signal"
     if same:
-        yield warning(f"{name}.twice", f"{many(len(same), 'pair')} of images with the same picture: {_named(same)}", do)
+        yield warning(f"{name}.twice", f"{plural(len(same), 'pair')} of images with the same picture: {_named(same)}", do)
     distinct = list(first.values())
     if near := _copies(distinct, distinct, within=True):
-        yield note(f"{name}.alike", f"{many(len(near), 'pair')} of images that look the same: {_named(near)}", do)
+        yield note(f"{name}.alike", f"{plural(len(near), 'pair')} of images that look the same: {_named(near)}", do)
 
 
 def check_copies(looks: Mapping[str, Sequence[Look]], totals: Mapping[str, int]) -> Iterator[Finding]:
@@ -299,10 +300,10 @@ def check_copies(looks: Mapping[str, Sequence[Look]], totals: Mapping[str, int])
     same = [(first[look.pixels], look) for look in val if look.pixels in first]
     near = _copies(list(first.values()), [look for look in val if look.pixels not in first])
     if same:
-        text = f"{many(len(same), 'validation picture')} also in training, with the same pixels: {_named(same)}"
+        text = f"{plural(len(same), 'validation picture')} also in training, with the same pixels: {_named(same)}"
         yield problem("leak.pictures", text, "leave them out of training: recall on them means nothing")
     if near:
-        text = f"{many(len(near), 'validation picture')} almost the same as one in training: {_named(near)}"
+        text = f"{plural(len(near), 'validation picture')} almost the same as one in training: {_named(near)}"
         do = "look at them: leave copies out of training; pictures of one series make recall look too good, too"
         yield warning("leak.pictures.alike", text, do)
     seen = " and ".join(f"{len(looks[name]):,} of {totals[name]:,} {name}" for name in ("train", "val"))

@@ -10,8 +10,9 @@ from typing import Any
 
 from coder_plugin.config import TrainConfig, resolve
 from coder_plugin.doctor import data, installation, recipe, run
-from coder_plugin.doctor.findings import Finding, guarded, is_absent
+from coder_plugin.doctor.findings import Finding, guarded
 from coder_plugin.errors import CoderError
+from coder_plugin.hub_access import is_download_error
 
 
 def examine(
@@ -20,7 +21,6 @@ def examine(
     *,
     samples: int = 256,
     check_all: bool = False,
-    check_objective: bool = False,
 ) -> list[Finding]:
     """All findings on the installation, what ``options`` name, and ``folders``.
 
@@ -29,7 +29,6 @@ def examine(
         folders: of runs or exports, or ``hf-hub:OWNER/NAME`` if it is in the hub's cache.
         samples: pictures decoded of a split with more than 10,000 images.
         check_all: decode all pictures and read all captions.
-        check_objective: check objective and model also if ``options`` name none.
 
     Raises:
         CoderError: unknown options, or a folder that is nothing that can be checked.
@@ -46,22 +45,13 @@ def examine(
     findings += guarded("machine", installation.check_gpus)
     for check_folder, path in checks:
         findings += guarded("run", check_folder, path, doing=f"checking {path}")
-    return findings + check_training(config, options, samples=samples, check_all=check_all, check_objective=check_objective)
+    return findings + check_training(config, options, samples=samples, check_all=check_all)
 
 
 def check_training(
-    config: TrainConfig,
-    options: Mapping[str, Any],
-    *,
-    samples: int = 256,
-    check_all: bool = False,
-    check_objective: bool = False,
+    config: TrainConfig, options: Mapping[str, Any], *, samples: int = 256, check_all: bool = False
 ) -> list[Finding]:
     """Data, objective and model, as far as ``options`` name them."""
-    names = ("train_data", "val_data", "model", "loss", "concepts", "zeroshot")
-    named = {name for name in names if options.get(name) is not None}
-    if not named and not check_objective:
-        return []
     splits: dict[str, data.Split] = {}
     findings: list[Finding] = []
     for name in ("train", "val"):
@@ -75,7 +65,7 @@ def check_training(
         findings += guarded("zeroshot", recipe.check_zero_shot, config, doing="reading zero-shot classes")
     tokenizers: list[Any] = []
     on_model: list[Finding] = []
-    if check_objective or {"model", "loss", "concepts"} & named:
+    if {"model", "loss", "concepts", "recipe"} & options.keys():
         makes = recipe.check_recipe, config, train, tokenizers
         on_model = guarded("recipe", *makes, doing="making model and loss")
     looks: dict[str, list[data.Look]] = {}
@@ -113,7 +103,7 @@ def folder_of(spec: str, cache_dir: str | None = None) -> Path:
         return fetch(spec, cache_dir=cache_dir)
     except CoderError as error:
         incomplete = error.__cause__ is None  # an interrupted download leaves a copy without a model
-        if not is_on_hub(spec) or not (is_absent(error) or incomplete):
+        if not is_on_hub(spec) or not (is_download_error(error) or incomplete):
             raise
         name = spec.removeprefix(HUB).partition("@")[0]
         raise CoderError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, plural
 
 _PACKAGE = Path(__file__).parents[1]
 LEVELS = ("ok", "note", "warning", "problem")
@@ -131,11 +131,6 @@ def listed(texts: Iterable[str]) -> str:
     return f"{shown} and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else shown
 
 
-def many(count: int, what: str) -> str:
-    """``1 pair``, ``2 pairs``."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,}" + (f" ({100 * part / whole:.2g} %)" if 0 < part < whole else "")
 
@@ -151,21 +146,10 @@ def format_findings(findings: Sequence[Finding]) -> str:
                 if each.do:
                     lines.append(f"  {'':<8}   -> {each.do}")
     counts = Counter(each.level for each in findings)
-    totals = [many(counts[level], level) for level in ("problem", "warning", "note") if counts[level]]
+    totals = [plural(counts[level], level) for level in ("problem", "warning", "note") if counts[level]]
     return "\n".join([*lines, "", ", ".join(totals) or "nothing to do"])
 
 
 def worst(findings: Sequence[Finding]) -> str:
     """The highest level of the findings."""
     return max((each.level for each in findings), key=LEVELS.index, default="ok")
-
-
-def is_absent(error: BaseException | None) -> bool:
-    """Whether an error comes from a file of the Hugging Face Hub that is not in its cache."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    while error is not None:
-        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.doctor.data import Split
-from coder_plugin.doctor.findings import Finding, is_absent, many, note, ok, problem, warning
+from coder_plugin.doctor.findings import Finding, note, ok, problem, warning
 from coder_plugin.errors import CoderError
+from coder_plugin.hub_access import is_download_error
+from coder_plugin.terminal import plural
 
 
 def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Iterator[Finding]:
@@ -48,7 +50,7 @@ def check_recipe(config: Any, split: Split | None, tokenizers: list[Any]) -> Ite
         model = prepare.make_training_model(offline, objective, torch.device("cpu"), source)
         tokenizer = build.make_tokenizer(offline.model, model)
     except CoderError as error:
-        if not is_absent(error):
+        if not is_download_error(error):
             raise
         text = f"not checked: {config.model.name} or its tokenizer is not in the hub's cache; a run downloads it when it begins"
         yield note("recipe.absent", text, "nothing, on a machine with a network; else download it beforehand")
@@ -88,7 +90,7 @@ def check_epoch(config: Any, split: Split) -> Iterator[Finding]:
     steps = steps_per_epoch(config, source.name, source.samples(config.data.captions, config.data.train_num_samples))
     make_negatives(config.data, source)
     pairs = config.optim.batch_size * config.optim.accum_freq
-    yield ok("train.steps", f"an epoch has {many(steps, 'step')} of {many(pairs, 'pair')}, in one process")
+    yield ok("train.steps", f"an epoch has {plural(steps, 'step')} of {plural(pairs, 'pair')}, in one process")
 
 
 def _recipe_names_model(config: Any) -> bool:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
+from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
+from coder_plugin.hub_access import is_download_error
 from coder_plugin.training.run_folder import Record, RunFolder, describe
 
 #: Variance of a bank's keys below which they have collapsed to nearly one point.
@@ -87,7 +88,7 @@ def _check_export(export: Path) -> Iterator[Finding]:
     try:
         trained = open_pretrained(export, {"precision": "fp32"}, device="cpu")
     except CoderError as error:
-        if is_absent(error):
+        if is_download_error(error):
             text = f"{export}: not checked: its configuration or tokenizer is on a hub, and not in the cache here"
             yield note(
                 "run.export.absent", text, "nothing, on a machine with a network; else run doctor where it was trained"

@@ -32,41 +32,19 @@ from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.files import read_options
 from coder_plugin.locations import local_only
 
-_TABLES = ("objectives", "recipes")
-_TEXTS = ("description", "loss", "base")
-_OBJECTIVE_FIELDS = ("description", "loss", "options")
-_RECIPE_FIELDS = ("description", "base", "loss", "options")
-
-
-@dataclass(frozen=True)
-class NamedObjective:
-    """A loss expression with a name.
-
-    Args:
-        options: options of its terms and heads by ``"OWNER.OPTION"``, such as ``{"dcl.mu": 0.05}``.
-        origin: the file or package that it comes from.
-    """
-
-    name: str
-    loss: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    description: str = ""
-    origin: str = ""
-
-    def to_toml(self) -> str:
-        """The objective as a table of a TOML file."""
-        return _table("objectives", self.name, {"description": self.description, "loss": self.loss}, self.options)
+#: The fields of each kind of table; a recipe's other fields are settings.
+_FIELDS = {"objectives": ("description", "loss", "options"), "recipes": ("description", "base", "loss", "options")}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole set-up: what is minimised, and the settings of model, data and training.
+    """A whole set-up: what is minimised, and the settings of model, data and training; or a named objective, without settings.
 
     Args:
         loss: a loss expression or a named objective.
         options: options of its terms and heads by ``"OWNER.OPTION"``, such as ``{"prototypes.clusters": 10000}``.
         settings: values of flags by their names, such as ``{"lr": 2e-4, "model": "region-bert"}``.
-        origin: the file or package that it comes from.
+        kind: the table that it is read from, ``recipes`` or ``objectives``.
     """
 
     name: str
@@ -74,12 +52,16 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
-    origin: str = ""
+    kind: str = "recipes"
 
     def to_toml(self) -> str:
-        """The recipe as a table of a TOML file, with everything that it inherits."""
+        """A table of a TOML file, with everything that a recipe inherits."""
         fields = {"description": self.description, "loss": self.loss, **self.settings}
-        return _table("recipes", self.name, fields, self.options)
+        lines = [f"[{self.kind}.{_toml_key(self.name)}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())]
+        if self.options:
+            lines += ["", f"[{self.kind}.{_toml_key(self.name)}.options]"]
+            lines += [f"{'.'.join(map(_toml_key, key.split('.')))} = {_toml(value)}" for key, value in self.options.items()]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ def load(name: str | Path) -> Recipe:
     return _load(str(name), ())
 
 
-def find_objective(name: str) -> NamedObjective | None:
+def find_objective(name: str) -> Recipe | None:
     """The named objective, or None where no objective has the name.
 
     Example:
@@ -132,7 +114,7 @@ def find_objective(name: str) -> NamedObjective | None:
     if "loss" not in table:
         raise CoderError(f"{file.origin}: [objectives.{name}] has no loss")
     loss = local_only({"loss": table["loss"]})["loss"]
-    return NamedObjective(name, loss, table.get("options", {}), table.get("description", ""), file.origin)
+    return Recipe(name, loss, table.get("options", {}), description=table.get("description", ""), kind="objectives")
 
 
 def has_recipe(name: str) -> bool:
@@ -192,7 +174,7 @@ def _build(name: str, file: RecipeFile, heirs: tuple[str, ...]) -> Recipe:
             loss, options = base.loss, {**base.options, **options}
     if loss is None:
         raise CoderError(f"{where} has neither a loss nor a base")
-    return Recipe(name, loss, options, settings, description, file.origin)
+    return Recipe(name, loss, options, settings, description)
 
 
 def _file_of(table: str, name: str) -> RecipeFile | None:
@@ -211,7 +193,7 @@ def _file_of_plugin(name: str) -> RecipeFile:
     target = target() if callable(target) else target
     origin = f"{name!r} in {registry.PREFIX}recipes"
     if isinstance(target, Mapping):
-        fields = set(target) - set(_OBJECTIVE_FIELDS)
+        fields = set(target) - set(_FIELDS["objectives"])
         return _checked({"recipes" if fields else "objectives": {name: dict(target)}}, origin)
     if isinstance(target, Path) or (isinstance(target, str) and target.endswith(".toml")):
         file = _read(Path(target))
@@ -229,7 +211,7 @@ def _read(path: Path, *, single: bool = False) -> RecipeFile:
     ours = path.parent == Path(__file__).parent
     origin = f"coder_plugin/recipes/{path.name}" if ours else str(path)
     data = read_options(path, origin)
-    if single and not set(data) & {*_TABLES, "paper"}:
+    if single and not set(data) & {*_FIELDS, "paper"}:
         data = {"recipes": {path.stem: data}}
     if single and "objectives" in data:
         raise CoderError(f"{origin}: [objectives] are for packages; write the expression into the recipe's loss")
@@ -237,46 +219,47 @@ def _read(path: Path, *, single: bool = False) -> RecipeFile:
 
 
 def _checked(data: Mapping[str, Any], origin: str) -> RecipeFile:
-    paper = data.get("paper", "")
     for key in data:
-        if key not in (*_TABLES, "paper"):
-            hint = did_you_mean(key, [*_TABLES, "paper"])
+        if key not in (*_FIELDS, "paper"):
+            hint = did_you_mean(key, [*_FIELDS, "paper"])
             raise CoderError(f"{origin}: unknown table {key!r}{hint}; known: paper, [objectives.NAME], [recipes.NAME]")
     tables: dict[str, dict[str, dict[str, Any]]] = {}
-    for kind in _TABLES:
+    for kind in _FIELDS:
         if not isinstance(data.get(kind, {}), Mapping):
             raise CoderError(f"{origin}: {kind} must hold tables, [{kind}.NAME]")
         tables[kind] = {name: _checked_table(kind, name, table, origin) for name, table in data.get(kind, {}).items()}
-    return RecipeFile(origin, paper, tables["objectives"], tables["recipes"])
+    return RecipeFile(origin, data.get("paper", ""), tables["objectives"], tables["recipes"])
 
 
 def _checked_table(kind: str, name: str, table: Any, origin: str) -> dict[str, Any]:
+    """The fields of an objective or a recipe. Settings have the names of their flags, or are grouped by subject,
+    ``[recipes.NAME.optim]``."""
     where = f"{origin}: [{kind}.{name}]"
     if not isinstance(table, Mapping):
         raise CoderError(f"{where} must be a table")
-    table = dict(table)
-    for key in _TEXTS:
-        if not isinstance(table.get(key, ""), str):
-            raise CoderError(f"{where}: {key} must be text, got {table[key]!r}")
-    options = table.pop("options", None)
-    if options is not None:
-        if not isinstance(options, Mapping):
+    settings = [] if kind == "objectives" else [name for name in options_by_name() if name not in ("loss", "set", "recipe")]
+    known = [*_FIELDS[kind], *settings]
+    for key, value in table.items():
+        if key == "set" and settings:
+            raise CoderError(f"{where}: options of terms and heads belong into the table options, not into set")
+        if key not in known and not (settings and key in SUBJECTS and isinstance(value, Mapping)):
+            note = "" if settings else " (settings belong into a recipe)"
+            raise CoderError(f"{where}: unknown field {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}{note}")
+        if key in ("description", "loss", "base") and not isinstance(value, str):
+            raise CoderError(f"{where}: {key} must be text, got {value!r}")
+        if key == "options" and not isinstance(value, Mapping):
             raise CoderError(f"{where}: options must be a table, such as {{ dcl.mu = 0.05 }}")
-        options = dict(_flat_options(options))
-        for owner in options:
+    fields = {key: value for key, value in table.items() if key in _FIELDS[kind]}
+    if "options" in fields:
+        fields["options"] = dict(_flat_options(fields["options"]))
+        for owner in fields["options"]:
             if "." not in owner:
                 raise CoderError(f"{where}: option {owner!r}: write OWNER.OPTION = VALUE, such as dcl.mu = 0.05")
-    if kind == "objectives":
-        for key in table:
-            if key not in _OBJECTIVE_FIELDS:
-                hint = did_you_mean(key, _OBJECTIVE_FIELDS)
-                known = ", ".join(_OBJECTIVE_FIELDS)
-                raise CoderError(f"{where}: unknown field {key!r}{hint}; known: {known} (settings belong into a recipe)")
-        fields = table
-    else:
-        fields = {key: table.pop(key) for key in _RECIPE_FIELDS if key in table}
-        fields |= _checked_settings(table, where)
-    return fields | ({} if options is None else {"options": options})
+    try:
+        flat = flatten({key: value for key, value in table.items() if key not in fields})
+        return fields | local_only({key: get_option(key).check(value, "recipe") for key, value in flat.items()})
+    except CoderError as error:
+        raise CoderError(f"{where}: {error}") from error
 
 
 def _flat_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -288,30 +271,6 @@ def _flat_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
             yield prefix + name, None if value == "none" else value
 
 
-def _checked_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings by the names of their flags; a file may also group them by subject, ``[recipes.NAME.optim]``."""
-    known = [name for name in options_by_name() if name not in ("loss", "set", "recipe")]
-    for name, value in settings.items():
-        if name == "set":
-            raise CoderError(f"{where}: options of terms and heads belong into the table options, not into set")
-        if name not in known and not (name in SUBJECTS and isinstance(value, Mapping)):
-            hint = did_you_mean(name, [*_RECIPE_FIELDS, *known])
-            raise CoderError(f"{where}: unknown field {name!r}{hint}; known: {', '.join([*_RECIPE_FIELDS, *known])}")
-    try:
-        checked = {name: get_option(name).check(value, "recipe") for name, value in flatten(settings).items()}
-        return local_only(checked)
-    except CoderError as error:
-        raise CoderError(f"{where}: {error}") from error
-
-
-def _table(kind: str, name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    lines = [f"[{kind}.{_toml_key(name)}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())]
-    if options:
-        lines += ["", f"[{kind}.{_toml_key(name)}.options]"]
-        lines += [f"{'.'.join(map(_toml_key, key.split('.')))} = {_toml(value)}" for key, value in options.items()]
-    return "\n".join(lines)
-
-
 def _toml_key(name: str) -> str:
     return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else json.dumps(name)
 
@@ -321,6 +280,4 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(map(_toml, value)) + "]"
     if value is None:
         return '"none"'
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

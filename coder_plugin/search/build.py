@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin import distributed
-from coder_plugin.data.source import Numbered
 from coder_plugin.data.units import differences
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_all_leftovers, sha256_file
+from coder_plugin.files import atomic_path, atomic_write, fsync_path, locked, remove_leftovers, sha256_file
 from coder_plugin.search.embed import EmbedJob, embedded
 from coder_plugin.search.index import EMBEDDINGS, FORMAT, NOTE, PATH, Index, is_index, read_note
 from coder_plugin.search.parquet import KINDS, TOKENS, Table, read_header, read_npy, storable, write_tables
@@ -94,21 +93,21 @@ def build_index(
     options = {"what": what, "factory": factory, "rerank": rerank}
     if what not in ("both", *KINDS):
         raise CoderError(f"what must be both, images or captions, got {what!r}")
-    _on_all_ranks(lambda: check_factory(factory))  # before the model is opened
+    distributed.on_every_rank(lambda: check_factory(factory))  # before the model is opened
     if job is not None:
-        _on_all_ranks(lambda: job.opened)  # what it cannot open leaves no folder
+        distributed.on_every_rank(lambda: job.opened)  # what it cannot open leaves no folder
     with write_lock(folder):
         before = read_note(folder, derived=False) if is_index(folder) else None
         table = None if isinstance(embeddings, EmbedJob) else _table(Path(embeddings))
         dimensions = job.dimensions if job is not None else next(iter(table.vector_sizes.values()))["dimensions"]  # type: ignore[union-attr]
-        _on_all_ranks(lambda: check_factory(factory, dimensions))
+        distributed.on_every_rank(lambda: check_factory(factory, dimensions))
         plan = job.header()["plan"] if job is not None else table.headers[0].get("plan", {})  # type: ignore[union-attr]
         if before is not None and (other := differences(before["plan"], plan)):
             raise CoderError(f"{folder} is an index of other data or options ({other}): choose another folder")
         if before is None:
-            _on_all_ranks(lambda: _check_begun(folder, plan) if rank == 0 else None)
+            distributed.on_every_rank(lambda: _check_begun(folder, plan) if rank == 0 else None)
         if job is not None and before is None:
-            _on_all_ranks(lambda: job.run(index=rank, count=distributed.world_size(), shown=rank == 0))
+            distributed.on_every_rank(lambda: job.run(index=rank, count=distributed.world_size(), shown=rank == 0))
 
         def assemble() -> None:
             if before is not None:
@@ -121,7 +120,7 @@ def build_index(
             else:
                 _derive(folder, embedded(folder / EMBEDDINGS).paths, None, options)
 
-        _on_all_ranks(assemble if rank == 0 else lambda: None)
+        distributed.on_every_rank(assemble if rank == 0 else lambda: None)
         return read_note(folder)
 
 
@@ -151,7 +150,7 @@ def add(
         if isinstance(embeddings, Mapping):
             job = _adding_job(index, embeddings)
             index.check_model(job.opened.model)
-            if isinstance(data := job.opened.source, Numbered):  # whose keys are known before anything is encoded
+            if not (data := job.opened.source).is_stream:  # whose keys are known before anything is encoded
                 _existing(index, [item.image_id for _, item in data.items()], replace)
             job.run()
             source = Path(job.output)
@@ -437,7 +436,7 @@ def _write_tokens(path: Path, table: Table, name: str, count: int) -> None:
 def _tidy(folder: Path, note: Mapping[str, Any]) -> None:
     """Remove what the note does not name: files of older builds, and of changes that were killed."""
     for each in (folder, folder / EMBEDDINGS):
-        remove_all_leftovers(each)
+        remove_leftovers(each)
     for path in [*folder.glob("*.faiss"), *folder.glob("*.npy"), *(folder / EMBEDDINGS).glob("*.parquet")]:
         name = path.relative_to(folder).as_posix()
         if PATH.fullmatch(name) and name not in note["sizes"] and name not in note["embeddings"]:
@@ -448,15 +447,5 @@ def _tidy(folder: Path, note: Mapping[str, Any]) -> None:
 def write_lock(folder: Path) -> Iterator[None]:
     """The folder's lock (:func:`coder_plugin.files.locked`), which the first rank holds for all."""
     with contextlib.ExitStack() as held:
-        _on_all_ranks(lambda: held.enter_context(locked(folder)) if distributed.rank() == 0 else None)
+        distributed.on_every_rank(lambda: held.enter_context(locked(folder)) if distributed.rank() == 0 else None)
         yield
-
-
-def _on_all_ranks(work: Callable[[], Any]) -> None:
-    """Do it, and fail on all ranks if one of them fails."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as exc:
-        error = exc
-    distributed.raise_on_all_ranks(error)

@@ -54,4 +54,6 @@ class WeightAverage:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, value in state.items():
+            if value.shape != self.weights[name].shape:
+                raise ValueError(f"the average of {name} has the shape {list(value.shape)}")
             self.weights[name].copy_(value)

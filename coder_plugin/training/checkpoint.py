@@ -260,23 +260,18 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
+def _is_record(value: Any, **kinds: type) -> bool:
+    """Whether a value is an object whose fields of these names, as far as it has them, are of these kinds."""
+    return isinstance(value, dict) and all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items())
+
+
 def _are_results(value: Any) -> bool:
-    if value == {}:
-        return True
-    kinds = {"rsum": _is_number, "epoch": _is_count, "step": _is_count}
-    return (
-        isinstance(value, dict)
-        and all(check(value.get(name)) for name, check in kinds.items())
-        and isinstance(value.get("shortlist", {}), dict)
-        and isinstance(value.get("checkpoint", ""), str)
+    return _is_record(value, shortlist=dict, checkpoint=str) and (
+        not value or all(_is_number(value.get(name)) for name in ("rsum", "epoch", "step"))
     )
 
 
-def _is_objective(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("terms", []), list) and isinstance(value.get("heads", {}), dict)
-
-
-#: What a training run writes in each field of a manifest; those of the second part may be absent, and these may be None.
+#: What a training run writes in each field of a manifest; those of the second part may be absent.
 _REQUIRED: dict[str, Callable[[Any], bool]] = {
     "format": lambda value: value == FORMAT,
     "step": _is_count,
@@ -290,10 +285,10 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "samples_per_epoch": _is_count,
     "seconds": _is_number,
     **dict.fromkeys(("last", "best", "before"), _are_results),
-    "objective": _is_objective,
-    "zero_shot": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "objective": lambda value: _is_record(value, terms=list, heads=dict),
+    "zero_shot": lambda value: _is_record(value) and all(map(_is_number, value.values())),
     "changes": lambda value: isinstance(value, list),
-    **dict.fromkeys(("config", "backbone", "versions"), lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("config", "backbone", "versions"), _is_record),
 }
 
 
@@ -305,7 +300,7 @@ def check_manifest(manifest: Any) -> None:
     """
     if not isinstance(manifest, dict):
         raise CoderError("it is not an object")
-    present = {name: check for name, check in _OPTIONAL.items() if manifest.get(name) is not None}
+    present = {name: check for name, check in _OPTIONAL.items() if name in manifest}
     for name, check in {**_REQUIRED, **present}.items():
         if not check(manifest.get(name)):
             raise CoderError(f"its {name!r} is {str(manifest.get(name))[:80]!r}")

@@ -78,15 +78,11 @@ def writing(what: str, path: Path, run: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CoderError(f"{what} cannot be written to {path}: {reason}; {whole_checkpoint(run)}") from error
-
-
-def whole_checkpoint(run: Path) -> str:
-    """Which checkpoint of a run is whole, and how to go on from it."""
-    newest = checkpoint.newest(run / "checkpoints")
-    if newest is None:
-        return "the run has no whole checkpoint yet: remove the cause and start it again"
-    return f"{newest} is whole: remove the cause, then --resume latest"
+        newest = checkpoint.newest(run / "checkpoints")
+        whole = "the run has no whole checkpoint yet: remove the cause and start it again"
+        if newest is not None:
+            whole = f"{newest} is whole: remove the cause, then --resume latest"
+        raise CoderError(f"{what} cannot be written to {path}: {reason}; {whole}") from error
 
 
 def check_shared(folder: Path) -> None:

@@ -44,7 +44,7 @@ def advice(config: TrainConfig, model: Any, loss: CoderLoss, *, pretrained: bool
     """
     found = [*_small_batch(config, loss), *_frozen_scale(model, loss)]
     if pretrained:
-        found += [*_high_rate(config, model), *_low_rate(config, model), *_random_teacher(config, loss)]
+        found += [*_rate(config, model), *_random_teacher(config, loss)]
     return found
 
 
@@ -73,35 +73,24 @@ def tower_rate(config: TrainConfig, model: Any) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
-def _largest_rate(config: TrainConfig) -> float | None:
-    return next((rate for part, rate in LARGEST_RATES.items() if part in config.optim.opt.lower()), None)
-
-
-def _high_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
-    optimizer, limit = config.optim.opt.removeprefix("timm/"), _largest_rate(config)
-    if limit is None or not starts_from_weights(config) or find_backbone(config.model.name) is not None:
+def _rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
+    optimizer, pretrained = config.optim.opt.removeprefix("timm/"), starts_from_weights(config)
+    limit = next((rate for part, rate in LARGEST_RATES.items() if part in optimizer.lower()), None)
+    rate = None if find_backbone(config.model.name) is not None else tower_rate(config, model)
+    if limit is None or rate is None:
         return
-    rate = tower_rate(config, model)
-    if rate is None or rate <= limit:
-        return
-    given = f"--lr {config.optim.lr:g}"
-    if "lr" not in config.origins:
-        given = f"--lr is not given, and the default, {config.optim.lr:g}, is the rate for training from scratch"
-    of_towers = "" if rate == config.optim.lr else f" (the median of the towers' layers: {rate:.2g})"
-    yield Advice(
-        "rate",
-        f"{given}{of_towers}: with {optimizer}, pretrained weights seldom bear more than {limit:g}",
-        "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights "
-        "(--lora-rank 8)",
-    )
-
-
-def _low_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
-    limit = _largest_rate(config)
-    if limit is None or starts_from_weights(config) or config.run.resume or find_backbone(config.model.name) is not None:
-        return
-    rate = tower_rate(config, model)
-    if rate is not None and rate <= limit:
+    if pretrained and rate > limit:
+        given = f"--lr {config.optim.lr:g}"
+        if "lr" not in config.origins:
+            given = f"--lr is not given, and the default, {config.optim.lr:g}, is the rate for training from scratch"
+        of_towers = "" if rate == config.optim.lr else f" (the median of the towers' layers: {rate:.2g})"
+        yield Advice(
+            "rate",
+            f"{given}{of_towers}: with {optimizer}, pretrained weights seldom bear more than {limit:g}",
+            "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights "
+            "(--lora-rank 8)",
+        )
+    elif not pretrained and rate <= limit and not config.run.resume:
         yield Advice(
             "rate",
             f"the towers start from random weights, and --lr {config.optim.lr:g} is a rate for pretrained ones",

@@ -1,4 +1,4 @@
-"""A run's log: console lines, ``metrics.jsonl``, a progress bar and trackers."""
+"""A run's log: console lines, ``metrics.jsonl`` and trackers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -134,86 +134,40 @@ class RunLog:
             counts = {"read_samples": bad.read, "skipped_samples": len(bad), **kinds}
             self.write({f"epoch/{name}": count for name, count in counts.items()} | {"epoch": epoch}, step=step)
 
-    @contextlib.contextmanager
-    def progress(self, epoch: int, done: int, total: int, left: int) -> Iterator[Progress]:
-        run = self.config.run
-        bar = Progress(
-            epoch,
-            done,
-            total,
-            left,
-            epochs=self.config.optim.epochs,
-            enabled=self.main,
-            every=run.log_every_n_steps,
-            say=self.say,
-            explained=self.warned,
-        )
-        try:
-            yield bar
-        finally:
-            bar.close()
 
+class StepLines:
+    """Prints a line every ``--log-every-n-steps`` steps of an epoch: losses, speed, and the time that the run still takes.
 
-class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``every`` steps. ``epoch`` counts from 0, what is printed from 1.
-
-    Both say how long the ``left`` training steps of the whole run take, without evaluations.
+    Args:
+        log: prints the lines.
+        epoch: counts from 0; what is printed counts from 1.
+        done, total: steps of the epoch.
+        left: training steps of the whole run; evaluations are not counted.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        done: int,
-        total: int,
-        left: int,
-        *,
-        epochs: int,
-        enabled: bool,
-        every: int,
-        say: Callable[[str], None] = echo,
-        explained: set[str] | None = None,
-    ) -> None:
-        from tqdm import tqdm
-
-        self.say, self.explained = say, set() if explained is None else explained
-        self.terminal = enabled and sys.stderr.isatty()
-        self.enabled, self.every, self.done, self.total = enabled, every, done, total
-        self.left = left
-        self.name = f"epoch {epoch + 1}/{epochs}"
-        self.bar = tqdm(total=total, initial=done, desc=self.name, unit="step", disable=not self.terminal)
+    def __init__(self, log: RunLog, epoch: int, done: int, total: int, left: int) -> None:
+        self.log, self.epoch, self.done, self.total, self.left = log, epoch, done, total, left
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def update(self, metrics: Mapping[str, float], waited: float, *, ends: bool = False) -> None:
         """A step is done; ``ends``: the epoch with it, perhaps before ``total``."""
         self.done, self.left = self.done + 1, self.left - 1
         self.steps, self.waited = self.steps + 1, self.waited + waited
-        self.bar.update()
-        if self.done % self.every and self.done != self.total and not ends:
+        config = self.log.config
+        if self.done % config.run.log_every_n_steps and self.done != self.total and not ends:
             return
         losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
-        text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
         seconds = max(time.perf_counter() - self.since, 1e-9)
-        left = duration(max(self.left, 0) * seconds / self.steps)
-        if self.terminal:
-            self.bar.set_postfix_str(f"{text}, {left} left in the run")
-        elif self.enabled:
-            self.say(
-                f"{self.name} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
-                f"{100 * self.waited / seconds:.0f} % waiting for data, {left} left"
-            )
-        self._explain(losses)
-        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
-
-    def _explain(self, losses: Mapping[str, float]) -> None:
-        """Say once that DCL's loss can be negative."""
+        self.log.say(
+            f"epoch {self.epoch + 1}/{config.optim.epochs} step {self.done}/{self.total}: "
+            f"{', '.join(f'{key} {value:.4f}' for key, value in losses.items())}; {self.steps / seconds:.2f} steps/s, "
+            f"{100 * self.waited / seconds:.0f} % waiting for data, {duration(max(self.left, 0) * seconds / self.steps)} left"
+        )
         below = [name for name, value in losses.items() if value < 0 and "dcl" in name]
-        if self.enabled and below and "below zero" not in self.explained:
-            self.explained.add("below zero")
-            self.bar.clear()  # it is drawn anew below the line
-            self.say(
+        if below and "below zero" not in self.log.warned:
+            self.log.warned.add("below zero")
+            self.log.say(
                 f"{' and '.join(below)} can be negative (minimum -1.39 times its weight): DCL's term of the positive, "
                 "-log(1 + S) in both directions, falls to 2 * -log 2 as pairs match"
             )
-
-    def close(self) -> None:
-        self.bar.close()
+        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0

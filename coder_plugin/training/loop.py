@@ -38,16 +38,16 @@ from coder_plugin.evaluation.zero_shot import accuracies, read_classes, zero_sho
 from coder_plugin.following import Following, clamp_logit_scale, follow
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_model, inference_options
+from coder_plugin.pretrained.export import export_model, exported_step, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, exports, fine_tuning, prepare, resume
+from coder_plugin.training import checkpoint, fine_tuning, prepare, resume
 from coder_plugin.training.accelerator import make_accelerator, tf32_products
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.disk import check_shared, run_folder, run_lock, writing
-from coder_plugin.training.log import RunLog, peak_memory, versions
+from coder_plugin.training.log import RunLog, StepLines, peak_memory, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule, total_steps, warmup_steps, with_epochs
 from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
@@ -87,8 +87,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
-        seconds: of training so far, with the waits for data, without evaluation and saving; None after a checkpoint that does
-            not tell it.
+        seconds: of training so far, with the waits for data, without evaluation and saving.
         stop: set it to True, on one rank or several, to end the run with an evaluation and a checkpoint: in one process after
             the current step. Several processes end together; what a callback sets after a step travels with the next step,
             which is then the last. ``config={"resume": "latest"}`` continues with the step after it, also inside an epoch.
@@ -193,7 +192,7 @@ class Trainer:
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
         self.position: Any = None
-        self.seconds: float | None = 0.0
+        self.seconds = 0.0
         self._is_last = self._ends_epoch = False
         self._result: StepResult | None = None
         self.following: Following | None = None
@@ -206,9 +205,8 @@ class Trainer:
         self.last: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
         # of random weights it is chance
-        self._measures_before = config.evaluation.val_before or not (
-            isinstance(model, str) and prepare.has_random_weights(config, self.model)
-        )
+        trained = not isinstance(model, str) or fine_tuning.starts_from_weights(config)
+        self._measures_before = config.evaluation.val_before or trained
         self.zero_shot: dict[str, Any] = {}
         self.encoded: Encoded | None = None
 
@@ -275,7 +273,7 @@ class Trainer:
         if state is not None:
             resume.restore_training(self, state)
             self.saved = (self.step, self.epoch)
-            if exports.last_is_behind(self.folder, self.step):
+            if on_first_rank(lambda: exported_step(self.folder / "export" / "last") != self.step):
                 self._export("last")
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
@@ -348,36 +346,35 @@ class Trainer:
         following = next(groups)
         self._is_last = len(following.batches) < accum_freq
         left = self.total_steps - self.step
-        with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq, left) as progress:
-            leaving = distributed.any_rank(self._must_leave() or left <= 0, self.device)
-            while not leaving:
-                group, following = following, next(groups)
-                position, waited = group.position, group.waited
-                # a rank with bad samples may run out of batches first: then all ranks stop
-                ends_run = self.step + 1 >= self.total_steps
-                self._is_last, self._result = ends_run or len(following.batches) < accum_freq, None
-                # all ranks measure together: with several, the end is the planned one
-                alone = distributed.world_size() == 1
-                self._ends_epoch = self._is_last if alone else ends_run or self._is_epoch_over(position)
-                logged = self.is_logging_step
-                rate = max(self.schedule.get_last_lr())  # that of this step: the schedule goes on with the optimizer
-                metrics = self._checked_step(self._on_device(group))
-                self.step += 1
-                self.position = position
-                progress.update(metrics, waited, ends=self._ends_epoch)
-                if logged:
-                    self.log.warn(self.collapse.update(self.step - 1, metrics))
-                    health = {f"coder/{name}": value for name, value in model.coder.health().items()}
-                    skipped = {"skipped_samples": len(self.loader.bad)} if len(self.loader.bad) else {}  # of the first rank
-                    self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
-                for callback in self.callbacks:
-                    callback.on_step_end(self, metrics)
-                if self.seconds is not None:
-                    self.seconds += time.perf_counter() - clock
-                if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
-                    self._save()
-                leaving = self._all_leave()
-                clock = time.perf_counter()
+        lines = StepLines(self.log, self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq, left)
+        leaving = distributed.any_rank(self._must_leave() or left <= 0, self.device)
+        while not leaving:
+            group, following = following, next(groups)
+            position, waited = group.position, group.waited
+            # a rank with bad samples may run out of batches first: then all ranks stop
+            ends_run = self.step + 1 >= self.total_steps
+            self._is_last, self._result = ends_run or len(following.batches) < accum_freq, None
+            # all ranks measure together: with several, the end is the planned one
+            alone = distributed.world_size() == 1
+            self._ends_epoch = self._is_last if alone else ends_run or self._is_epoch_over(position)
+            logged = self.is_logging_step
+            rate = max(self.schedule.get_last_lr())  # that of this step: the schedule goes on with the optimizer
+            metrics = self._checked_step(self._on_device(group))
+            self.step += 1
+            self.position = position
+            lines.update(metrics, waited, ends=self._ends_epoch)
+            if logged:
+                self.log.warn(self.collapse.update(self.step - 1, metrics))
+                health = {f"coder/{name}": value for name, value in model.coder.health().items()}
+                skipped = {"skipped_samples": len(self.loader.bad)} if len(self.loader.bad) else {}  # of the first rank
+                self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
+            for callback in self.callbacks:
+                callback.on_step_end(self, metrics)
+            self.seconds += time.perf_counter() - clock
+            if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
+                self._save()
+            leaving = self._all_leave()
+            clock = time.perf_counter()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
         bad = total(distributed.gather_objects(self.loader.bad))

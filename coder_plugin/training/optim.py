@@ -41,31 +41,19 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
     """
     from timm.optim import create_optimizer_v2
 
-    options: dict[str, Any] = {}
-    if config.optim.beta1 is not None or config.optim.beta2 is not None:
-        options["betas"] = (
-            0.9 if config.optim.beta1 is None else config.optim.beta1,
-            0.999 if config.optim.beta2 is None else config.optim.beta2,
-        )
-    if config.optim.eps is not None:
-        options["eps"] = config.optim.eps
-    if config.optim.momentum is not None:
-        options["momentum"] = config.optim.momentum
-    groups = parameter_groups(
-        model,
-        lr=config.optim.lr,
-        weight_decay=config.optim.wd,
-        layer_decay=config.optim.layer_decay,
-        text_lr_scale=config.optim.text_lr_scale,
-        heads_lr_scale=config.optim.heads_lr_scale,
-    )
+    optim = config.optim
+    options: dict[str, Any] = {name: value for name in ("eps", "momentum") if (value := getattr(optim, name)) is not None}
+    if optim.beta1 is not None or optim.beta2 is not None:
+        options["betas"] = (0.9 if optim.beta1 is None else optim.beta1, 0.999 if optim.beta2 is None else optim.beta2)
+    factors = {name: getattr(optim, name) for name in ("layer_decay", "text_lr_scale", "heads_lr_scale")}
+    groups = parameter_groups(model, lr=optim.lr, weight_decay=optim.wd, **factors)
     try:
-        name = config.optim.opt.removeprefix("timm/")  # open_clip writes timm/NAME
+        name = optim.opt.removeprefix("timm/")  # open_clip writes timm/NAME
         if has_fused_step(name, config, (parameter for group in groups for parameter in group["params"])):
             options["fused"] = True
-        return create_optimizer_v2(groups, opt=name, lr=config.optim.lr, weight_decay=config.optim.wd, **options)
+        return create_optimizer_v2(groups, opt=name, lr=optim.lr, weight_decay=optim.wd, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise CoderError(f"--opt {config.optim.opt}: {error} (names: timm.optim.list_optimizers())") from error
+        raise CoderError(f"--opt {optim.opt}: {error} (names: timm.optim.list_optimizers())") from error
 
 
 def has_fused_step(name: str, config: TrainConfig, parameters: Iterable[nn.Parameter]) -> bool:
@@ -144,9 +132,18 @@ def _layer_of(name: str) -> int | None:
 
 def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
     """Linear warm-up, then cosine to zero, constant, or drops. Step it once per optimizer step."""
-    total = max(1, total_steps(config, steps_per_epoch))
-    warmup = warmup_steps(config, steps_per_epoch)
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
+    total, warmup, optim = max(1, total_steps(config, steps_per_epoch)), warmup_steps(config, steps_per_epoch), config.optim
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if optim.lr_scheduler == "const":
+            return 1.0
+        if optim.lr_scheduler == "step":
+            return optim.lr_step_gamma ** (step // max(1, steps_per_epoch) // optim.lr_step_epochs)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+    return LambdaLR(optimizer, factor)
 
 
 def with_epochs(config: TrainConfig, steps_per_epoch: int) -> TrainConfig:
@@ -169,17 +166,6 @@ def warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     if config.optim.warmup_epochs is not None:
         return round(config.optim.warmup_epochs * steps_per_epoch)
     return max(1, total_steps(config, steps_per_epoch)) // 20 if config.optim.warmup is None else config.optim.warmup
-
-
-def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:
-    """The factor on the base learning rate at a step, for ``warmup`` of ``total`` steps."""
-    if step < warmup:
-        return (step + 1) / warmup
-    if config.optim.lr_scheduler == "const":
-        return 1.0
-    if config.optim.lr_scheduler == "step":
-        return config.optim.lr_step_gamma ** (step // max(1, steps_per_epoch) // config.optim.lr_step_epochs)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
 def after_tower(name: str) -> bool:

@@ -171,6 +171,7 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     pairs, per_forward, ranks = batch["global per step"], batch["per rank and forward"], plan["ranks"]
     captions = "one caption per image" if data["captions"] == "draw" else "every caption is a pair"
     images = "" if data["images"] is None else f"{data['images']:,} images, "
+    pictures = "" if validation is None or validation["images"] is None else f": {validation['images']:,} images"
     rows = {
         "run": plan["run"],
         "objective": plan["objective"],
@@ -183,7 +184,7 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",
         "frozen": _name_frozen(plan["frozen"], plan["frozen because no term reads them"]),
         "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
-        "validation data": "none" if validation is None else _name_data(validation),
+        "validation data": "none" if validation is None else f"{validation['name']}{pictures}",
         "batch": f"{pairs} pairs per step" + (f" ({per_forward} per process and forward)" if pairs != per_forward else ""),
         "length": f"{plural(epochs, 'epoch')} of {plural(steps, 'step')}, {plural(plan['steps'], 'step')} in all",
         "machine": f"{plan['precision']}, {plural(ranks, 'process')}, {'CPU' if plan['device'] == 'cpu' else plan['machine']}",
@@ -211,7 +212,3 @@ def _name_frozen(parts: Mapping[str, int], unread: Sequence[str]) -> str:
     named = [f"{name} ({size:,} parameters)" for name, size in parts.items()]
     named = [*named[:6], f"{len(named) - 6} more"] if len(named) > 7 else named
     return ", ".join([*named, *(f"{name} (no term reads it)" for name in unread)])
-
-
-def _name_data(data: Mapping[str, Any]) -> str:
-    return data["name"] if data["images"] is None else f"{data['name']}: {data['images']:,} images"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from coder_plugin import distributed, registry
+from coder_plugin import distributed
 from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
@@ -36,10 +35,11 @@ from coder_plugin.memory.model_copy import ModelCopy
 from coder_plugin.model import add_heads, create_loss, required_heads_with
 from coder_plugin.noise.positives import Positives
 from coder_plugin.objective import Objective, TermSpec
-from coder_plugin.options import check_options
+from coder_plugin.options import check_options, default_options
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.fine_tuning import starts_from_weights
 from coder_plugin.training.optim import IMAGE_TOWER, after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
@@ -83,12 +83,12 @@ def config_of_objects(
         config = config.with_options(**changed) if changed else config
     else:
         config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
-    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions", "negatives_file")}
-    paths = {name: absolute(path) for name, path in paths.items() if path is not None}
-    config = replace(config, data=replace(config.data, **paths))
-    files = {name: getattr(config.evaluation, name) for name in ("zeroshot", "classnames")}
-    files = {name: absolute(path) for name, path in files.items() if path is not None}
-    return replace(config, evaluation=replace(config.evaluation, **files))
+
+    def located(options: Any, *names: str) -> Any:
+        return replace(options, **{name: absolute(path) for name in names if (path := getattr(options, name)) is not None})
+
+    data = located(config.data, "train", "val", "image_root", "regions", "negatives_file")
+    return replace(config, data=data, evaluation=located(config.evaluation, "zeroshot", "classnames"))
 
 
 def _data_name(data: Any) -> str | None:
@@ -160,10 +160,10 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
     options_of_model = dict(model.coder.objective.heads)
     refused = []
     for name, options in objective.heads:
-        defaults = inspect.signature(registry.load("heads", name)).parameters
+        defaults = default_options("heads", name)
         for option, value in options:
             if f"{name}.{option}" in settings or option in generated:
-                of_model = dict(options_of_model.get(name, ())).get(option, defaults[option].default)
+                of_model = dict(options_of_model.get(name, ())).get(option, defaults.get(option))
                 if name not in model.coder.heads or of_model != value:
                     refused.append(f"{name}.{option}")
     return refused
@@ -307,19 +307,12 @@ def with_derived_options(objective: Objective, facts: TrainingFacts) -> Objectiv
     return objective.with_options(settings)
 
 
-def has_random_weights(config: TrainConfig, model: Any = None) -> bool:
-    """Whether no weights are asked for, nor come with a ``model`` of transformers, so that the towers begin at random."""
-    options = config.model
-    asked = options.pretrained or options.pretrained_image or options.pretrained_image_path
-    return not asked and (model is None or transformers_clip.class_name(model) is None)
-
-
 def say_random_weights(config: TrainConfig) -> None:
     """Say that open_clip has weights for this model where none are asked for."""
     import open_clip
 
     model = config.model
-    if not has_random_weights(config) or config.run.resume or distributed.rank():
+    if starts_from_weights(config) or config.run.resume or distributed.rank():
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         tag = next((tag for tag in reversed(tags) if tag.startswith("laion2b_s")), tags[-1])  # those that our pages name

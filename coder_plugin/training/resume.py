@@ -24,7 +24,8 @@ from coder_plugin.distributed import on_first_rank
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.files import move_into
 from coder_plugin.objective import Objective
-from coder_plugin.training import checkpoint, exports, finite
+from coder_plugin.pretrained.export import export_model, exported_step, inference_options
+from coder_plugin.training import checkpoint, finite
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
 
@@ -118,14 +119,44 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     if state is None and metrics.exists():  # of a run that was killed before its first checkpoint
         move_into(trainer.folder, metrics, name="metrics.jsonl.old")
     aside = trainer.folder / "set-aside"
-    if place := exports.set_aside_best(trainer.folder, aside, after=trainer.step):
+    best = trainer.folder / "export" / "best"
+    if (step := exported_step(best)) is not None and step > trainer.step:
+        place = move_into(aside, best, name=f"export-best-step_{step:08d}")
         trainer.log.say(f"moved export/best to {place}, because it is later than step {trainer.step}")
     if state is None:
         return
-    exports.restore_best(trainer, state.path.parent)
+    _restore_best(trainer, state.path.parent)
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
     cut_back(metrics, step=trainer.step, evaluated=evaluated_step(trainer), epochs=trainer.epoch)
+
+
+def _restore_best(trainer: Trainer, checkpoints: Path) -> None:
+    """Write ``export/best`` from the best evaluation's checkpoint, if there is none. It needs no other rank.
+
+    Without that checkpoint there is no ``export/best`` until an evaluation is better.
+
+    Args:
+        checkpoints: the folder of the checkpoint from which the run goes on.
+    """
+    name, folder = trainer.best.get("checkpoint"), trainer.folder / "export" / "best"
+    if name is None or folder.exists():
+        return
+    own = {key: value.detach().clone() for key, value in trainer.model.state_dict().items()}
+    try:
+        manifest, common = checkpoint.load(checkpoints / Path(name).name)
+        if manifest["step"] != trainer.best["step"]:
+            raise CoderError(f"its step is {manifest['step']}, not {trainer.best['step']}")
+        weights = {**common["model"], **common.get("average", {})}
+        finite.check_loaded(weights)
+        trainer.model.load_state_dict(weights)
+        options = inference_options(trainer.config)
+        export_model(trainer.model, folder, tokenizer=trainer.tokenizer, options=options, step=manifest["step"])
+    except (CoderError, KeyError, RuntimeError) as error:
+        trainer.best = {}
+        _log.warning("export/best is written at the next evaluation, because %s cannot be used: %s", name, error)
+    finally:
+        trainer.model.load_state_dict(own)
 
 
 def evaluated_step(trainer: Trainer) -> int:
@@ -202,27 +233,23 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
 def restore_training(trainer: Trainer, state: SavedState) -> None:
     """Load optimizer, schedule, weight average and counters; data position and random states if the rank count is the same."""
     manifest, common = state.manifest, state.common
-    _check_optimizer(common["optimizer"], trainer.optimizer)
-    _check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
-    if trainer.average is not None:
-        _check_like(common.get("average", {}), trainer.average.state_dict(), "average")
-    rates: list[Any] = list(trainer.schedule.base_lrs)
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
     except ValueError as error:
         raise CoderError(f"the checkpoint's optimizer does not fit this run: {error}") from error
-    trainer.schedule.load_state_dict(common["schedule"])
-    _set_rates(trainer, rates)
+    for parameter, moments in trainer.optimizer.state.items():
+        if wrong := [name for name in _SHAPED if name in moments and moments[name].shape != parameter.shape]:
+            raise CoderError(f"the checkpoint's optimizer does not fit this run: {wrong[0]} has not its parameter's shape")
+    _set_rates(trainer, common["schedule"])
     if trainer.average is not None and "average" in common:
         trainer.average.load_state_dict(common["average"])
     if trainer.accelerator.scaler is not None and "scaler" in common:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
-    trainer.best, trainer.last = manifest["best"] or {}, manifest["last"] or {}
-    trainer.zero_shot, trainer.before = manifest.get("zero_shot") or {}, manifest.get("before") or {}
-    trainer.seconds = manifest.get("seconds")
+    for name in ("best", "last", "zero_shot", "before", "seconds"):
+        setattr(trainer, name, manifest[name])
     changes = changed_options(trainer.config, manifest)
-    trainer.changes = [*manifest.get("changes", []), *changes]
+    trainer.changes = [*manifest["changes"], *changes]
     for change in changes:
         flag = get_option(change["option"]).flag
         trainer.log.say(f"{flag} was {change['was']}, is {change['is']} from step {change['step']}")
@@ -246,12 +273,12 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     trainer.log.say(f"resumed at step {trainer.step}, {trainer.epoch} of {trainer.config.optim.epochs} epochs done")
 
 
-def _set_rates(trainer: Trainer, rates: list[Any]) -> None:
-    """This run's rates and schedule in place of the checkpoint's; equal options give equal rates, bit for bit."""
+def _set_rates(trainer: Trainer, steps: int) -> None:
+    """This run's schedule after so many steps, in place of the checkpoint's; equal options give equal rates, bit for bit."""
     schedule = trainer.schedule
-    schedule.base_lrs = rates
-    for group, rate, factor in zip(trainer.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
-        group["initial_lr"], group["lr"] = rate, rate * factor(schedule.last_epoch)
+    schedule.last_epoch = steps
+    for group, rate, factor in zip(trainer.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * factor(steps)
     schedule._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
 
 
@@ -266,7 +293,7 @@ def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     common = {
         "model": weights,
         "optimizer": trainer.optimizer.state_dict(),
-        "schedule": trainer.schedule.state_dict(),
+        "schedule": trainer.schedule.last_epoch,
     }
     if trainer.average is not None:
         common["average"] = trainer.average.state_dict()
@@ -358,39 +385,3 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
-
-
-def _check_like(saved: Any, own: Any, path: str) -> None:
-    """:class:`CoderError` unless a saved state has this run's names, types, shapes and dtypes; values may differ."""
-    if isinstance(own, Tensor):
-        if not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
-            shown = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
-            raise CoderError(f"the checkpoint's {path} is {shown}, this run's is {own.dtype} {list(own.shape)}")
-    elif isinstance(own, Mapping):
-        if not isinstance(saved, Mapping) or not saved.keys() <= own.keys():
-            more = sorted(map(str, saved.keys() - own.keys()))[:3] if isinstance(saved, Mapping) else type(saved).__name__
-            raise CoderError(f"the checkpoint's {path} is not this run's: {more}")
-        for name, value in saved.items():
-            _check_like(value, own[name], f"{path}.{name}")
-    elif isinstance(own, (list, tuple)):
-        if type(saved) is not type(own) or len(saved) != len(own):
-            raise CoderError(f"the checkpoint's {path} is not a {type(own).__name__} of {len(own)}")
-        for number, (value, each) in enumerate(zip(saved, own, strict=True)):
-            _check_like(value, each, f"{path}[{number}]")
-    elif type(saved) is not type(own) and not {type(saved), type(own)} <= {int, float, type(None)}:
-        raise CoderError(f"the checkpoint's {path} is a {type(saved).__name__}, this run's a {type(own).__name__}")
-
-
-def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """:class:`CoderError` unless an optimizer's state has this run's groups, and numbers, scalars and moments by parameter."""
-    groups = optimizer.state_dict()["param_groups"]
-    if {*saved} != {"state", "param_groups"} or len(saved["param_groups"]) != len(groups):
-        raise CoderError("the checkpoint's optimizer does not fit this run: other groups of parameters")
-    _check_like(saved["param_groups"], groups, "optimizer.param_groups")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved["state"].items():
-        shape = parameters[index].shape
-        for name, value in values.items():
-            fits = isinstance(value, Tensor) and (name not in _SHAPED or value.shape == shape)
-            if not fits and type(value) not in (int, float, bool, type(None)):
-                raise CoderError(f"the checkpoint's optimizer.state[{index}].{name} is not of the shape {list(shape)}")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from coder_plugin import create_model
 from coder_plugin.cli import main
-from coder_plugin.config import get_option, options_by_name
+from coder_plugin.config import get_option, options_by_name, resolve
 from coder_plugin.data import tables
 from coder_plugin.functional import dcl
 from coder_plugin.training import log
@@ -55,8 +55,7 @@ def test_help_of_a_command_that_does_not_train_speaks_of_no_training(capsys) -> 
         flags = [re.escape(get_option(name).flag) for name in options]
         assert all(re.search(rf" {flag} (?:N|X|{{auto,[^}}]*}}) [^-\[]*\[the (?:run|model)'s, else ", text) for flag in flags)
     text = " ".join(shown(capsys, "index", "add", "--help").split())
-    assert "--model NAME of an index that was made with --model: where" in text and "RUN" not in text
-    assert "coder-tiny" not in text and "--pretrained WEIGHTS the same" in text
+    assert "or where an index's model is now" in text and "coder-tiny" not in text
 
 
 def test_usage_names_what_must_be_given(capsys) -> None:
@@ -134,16 +133,16 @@ def test_a_run_ends_with_commands_that_work_as_printed(validation, table, tmp_pa
     assert "12 images, 12 captions" in found and "a red square of shade" in found
 
 
-def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(monkeypatch) -> None:
+def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(monkeypatch, tmp_path) -> None:
     now, lines = [0.0], []
+    monkeypatch.setattr(log, "echo", lines.append)
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    explained: set[str] = set()
+    run = log.RunLog(tmp_path, None, resolve([("flag", {"epochs": 3, "log_every_n_steps": 2})]))
     for epoch, left in ((1, 8), (2, 4)):
-        bar = log.Progress(epoch, 0, 4, left, epochs=3, enabled=True, every=2, say=lines.append, explained=explained)
+        of_epoch = log.StepLines(run, epoch, 0, 4, left)
         for _ in range(4):
             now[0] += 2.0
-            bar.update({"loss": -0.5, "dcl_loss": -0.7, "clip_loss": 0.2, "gradient_norm": 1.0}, 0.5)
-        bar.close()
+            of_epoch.update({"loss": -0.5, "dcl_loss": -0.7, "clip_loss": 0.2, "gradient_norm": 1.0}, 0.5)
     losses = "loss -0.5000, dcl_loss -0.7000, clip_loss 0.2000; 0.50 steps/s, 25 % waiting for data"
     assert [lines[0], *lines[2:]] == [
         f"epoch 2/3 step 2/4: {losses}, 0:12 left",

@@ -93,11 +93,6 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --train-data pairs.csv --val-data vall.csv --model coder-tiny", ["--val-data vall.csv: no such file"]),
     ("train --image-root picturs", ["--image-root picturs: no such file or folder", "did you mean 'pictures'?"]),
     ("train --concepts words.safetensors --loss coder", ["--concepts words.safetensors: no such file"]),
-    ("train --train-data pairs.csv --model coder-tiny --loss coder", [
-        '--loss "coder" needs a concept vocabulary: --concepts FILE', "--train-data pairs.csv --vectors"
-    ]),
-    ("train --train-data pairs.csv --model coder-tiny --loss '2*dcl + pgc'", ['--loss "2*dcl + pgc" needs a concept']),
-    ("train --train-data pairs.csv --recipe coder-f30k", ['--loss "coder-paper" needs a concept vocabulary']),
     ("train --pretrained weights.pt", ["--pretrained weights.pt: no such file"]),
     ("eval logs/run", ["logs/run: no such folder", "a run or an export", "coder-plugin train makes"]),
     ("eval picture --val-data scenes", ["picture: no such folder", "did you mean 'pictures'?"]),

@@ -11,7 +11,6 @@ from coder_plugin.doctor.findings import (
     format_findings,
     guarded,
     listed,
-    many,
     note,
     ok,
     problem,
@@ -75,5 +74,4 @@ def test_words_for_numbers_and_names() -> None:
     assert some(["a", "b"]) == "'a', 'b'" and some("abcde") == "'a', 'b', 'c' and 2 more"
     assert listed([f"place {'x' * 999} reason"]) == f"place {'x' * 143}…{'x' * 143} reason"
     assert len(findings.one_line("y " * 999)) == 400
-    assert (many(1, "pair"), many(2_000, "pair")) == ("1 pair", "2,000 pairs")
     assert share(1, 8) == "1 of 8 (12 %)" and share(8, 8) == "8 of 8" and share(0, 8) == "0 of 8"

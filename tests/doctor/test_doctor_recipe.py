@@ -31,6 +31,13 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
     assert "train.captions.length" in told
 
 
+def test_a_recipe_that_names_loss_and_model(train: str, tiny_model: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'loss = "dcl + m_dcl"\nmodel = "{tiny_model}"\nbatch_size = 4')
+    told = {each.name: each.text for each in examine(train_data=train, recipe=str(recipe))}
+    assert "heads: ids, momentum" in told["recipe.loss"] and "texts of 40 tokens" in told["recipe.model"]
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "text"),
     [

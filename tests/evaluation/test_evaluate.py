@@ -14,7 +14,7 @@ from torch import Tensor
 
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
-from coder_plugin.cli.eval import analyses_of, evaluate_command
+from coder_plugin.cli.eval import Command, analyses_of, evaluate_command
 from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
@@ -180,8 +180,8 @@ def test_an_ensemble_means_scores(data: str, encoded: Encoded, second: bool, dep
 
 
 def command(*, rerank: str | None = None, **flags: Any) -> dict[str, Any]:
-    arguments = {"run_folder": ["a"], "folds": 2, "analyses": None, "export": "best", "split": "val", **flags}
-    return evaluate_command(SimpleNamespace(**arguments), {} if rerank is None else {"rerank": rerank})
+    arguments = {"run_folder": ["a"], "folds": 2, "export": "best", **flags}
+    return evaluate_command(Command(**arguments), {} if rerank is None else {"rerank": rerank})
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def first_row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:1].clone()
 
 
-PROJ, GROUP, MOMENT = "visual.proj", ("optimizer", "param_groups", 0), ("optimizer", "state", 0, "exp_avg")
+PROJ, MOMENT = "visual.proj", ("optimizer", "state", 0, "exp_avg")
 FORM = "does not have the form that this version saves"
 PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no terms": (fields(objective={}), f"{FORM} .KeyError"),
@@ -117,15 +117,13 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a weight that is a text": (state("model", PROJ, to="x"), FORM),
     "weights of another shape": (state("model", PROJ, to=first_row), "belongs to another model"),
     "sparse weights": (state("model", PROJ, to=torch.Tensor.to_sparse), f"{FORM}|belongs to another model"),
-    "no groups of parameters": (state("optimizer", "param_groups", to=REMOVED), "other groups of parameters"),
-    "a rate that is a text": (state(*GROUP, "lr", to="fast"), r"param_groups\[0\].lr is a str"),
-    "a group with another name": (state(*GROUP, "x", to=1), r"param_groups\[0\] is not this run's: \['x'\]"),
-    "a moment of another shape": (state(*MOMENT, to=first_row), "exp_avg is not of the shape"),
-    "a moment that is a list": (state(*MOMENT, to=[1]), "exp_avg is not of the shape"),
-    "a parameter too many": (state("optimizer", "state", 10_000, to={"step": 1}), f"{FORM} .IndexError"),
-    "a schedule with another attribute": (state("schedule", "step", to="x"), r"schedule is not this run's: \['step'\]"),
-    "a schedule of another type": (state("schedule", "last_epoch", to="x"), "schedule.last_epoch is a str"),
-    "an average of another shape": (state("average", PROJ, to=first_row), "the checkpoint's average"),
+    "no groups of parameters": (state("optimizer", "param_groups", to=REMOVED), f"{FORM} .KeyError: 'param_groups'"),
+    "a moment of another shape": (state(*MOMENT, to=first_row), "exp_avg has not its parameter's shape"),
+    "a moment that is a list": (state(*MOMENT, to=[1]), f"{FORM} .AttributeError"),
+    "a parameter too many": (state("optimizer", "state", 10_000, to={"exp_avg": torch.ones(1)}), f"{FORM} .AttributeError"),
+    "a group too many": (state("optimizer", "param_groups", to=lambda groups: groups * 2), "optimizer does not fit this run"),
+    "a schedule of another type": (state("schedule", to="x"), f"{FORM} .TypeError"),
+    "an average of another shape": (state("average", PROJ, to=first_row), f"{FORM} .ValueError: the average of {PROJ}"),
     "other random states": (edit("rank0.pt", "rng", to={"torch": 1, "numpy": 2, "python": 3}), FORM),
     "no random states": (edit("rank0.pt", "rng", to=REMOVED), f"{FORM} .KeyError: 'rng'"),
 }

@@ -570,7 +570,7 @@ def test_hangup_stays_ignored_under_nohup() -> None:
 
 @pytest.mark.slow
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
-    """With the progress bar, which then has nothing to write to."""
+    """The lines of its log then have nothing to be written to."""
     flags = {"model": options(tmp_path)["model"], "loss": "dcl", "logs": tmp_path, "name": "run", "batch-size": 4}
     flags |= {"epochs": 10_000, "train-num-samples": 32, "workers": 1, "val-frequency": 0, "save-every-steps": 0}
     child, terminal = pty.fork()

@@ -33,7 +33,7 @@ def make_run(
     sums: list[float],
     *,
     steps: int = 5,
-    seconds: float | None = 30.0,
+    seconds: float = 30.0,
     losses: Any = None,
     plan: Any = (),
     **options: Any,
@@ -76,7 +76,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return [
         make_run(tmp_path / "first", [120.0], seconds=30.0),
         make_run(tmp_path / "second_run", [90.0, 150.04, 132.0], lr=2e-3, seconds=300.0, plan={"machine": "GPU"}),
-        make_run(tmp_path / "third", [], losses=off, loss="dcl + pgc", val_frequency=0, seconds=None),
+        make_run(tmp_path / "third", [], losses=off, loss="dcl + pgc", val_frequency=0, seconds=0.0),
     ]
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from coder_plugin import create_model
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
-from coder_plugin.cli.eval import evaluate_command
+from coder_plugin.cli.eval import Command, evaluate_command
 from coder_plugin.config import DataConfig, TrainConfig
 from coder_plugin.data import open_source
 from coder_plugin.data.from_config import pictures_under_regions
@@ -51,11 +51,6 @@ def make_encoder(data: str, seed: int = 0, loss: str = "dcl") -> tuple[Encoder, 
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0), source
 
 
-def arguments(**options: Any) -> SimpleNamespace:
-    flags = {"run_folder": ["a"], "beta": None, "context_weight": None, "folds": 0, "analyses": None, "rerank": None}
-    return SimpleNamespace(**{**flags, "pictures": None, "pictures_count": None, "pictures_concepts": None, **options})
-
-
 def test_flags_are_checked(tmp_path: Path) -> None:
     folder = str(tmp_path / "new" / "folder")
     figure_options = eval_figures.figure_options
@@ -87,7 +82,7 @@ def test_what_is_missing_is_told_of_at_once(absent: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(compare._Setting, "data", lambda *_: pytest.fail("read before the extras were looked for"))
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(CoderError, match=r"pip install .+\[report\]"):
-        evaluate_command(arguments(pictures=str(tmp_path / "new")), {})
+        evaluate_command(Command(run_folder=["a"], pictures=str(tmp_path / "new")), {})
 
 
 def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -293,6 +293,13 @@ def test_a_run_is_not_overwritten_nor_resumed_with_another_recipe_or_optimizer(t
             Trainer.from_config(config(tmp_path, epochs=2, **options)).run()
 
 
+def test_an_optimizer_that_counts_in_its_groups_is_resumed(tmp_path):
+    Trainer.from_config(config(tmp_path, epochs=1, opt="lamb")).run()
+    trainer = Trainer.from_config(config(tmp_path, epochs=2, opt="lamb", resume="latest"))
+    trainer.run()
+    assert trainer.step == 12 == trainer.optimizer.param_groups[0]["step"]
+
+
 def test_nan_stops_the_run_before_anything_is_written(tmp_path):
     trainer = Trainer.from_config(config(tmp_path, save_every_steps=2))
     take = trainer.training_step

@@ -20,8 +20,8 @@ shift 2
 runs=${RUNS:-logs}
 name=${NAME:-coder-f30k}
 processes=${PROCESSES:-1}
-launch=(--num_processes "$processes")
-((processes > 1)) && launch+=(--multi_gpu)
+launch=(--num_processes "$processes") batch=()
+((processes > 1)) && launch+=(--multi_gpu) && batch=(--batch-size $((128 / processes)))
 resume=()
 [[ -f $runs/$name/config.json ]] && resume=(--resume latest) # the same command continues a run that was stopped
 mkdir -p "$runs"
@@ -33,6 +33,6 @@ if [[ $glove != - ]]; then
         ${TAGGER:+--tagger "$TAGGER"}
 fi
 accelerate launch "${launch[@]}" -m coder_plugin.cli train --recipe "${RECIPE:-coder-f30k}" \
-    ${concepts[@]+"${concepts[@]}"} --train-data "$precomp" --val-data "$precomp" --batch-size $((128 / processes)) \
+    ${concepts[@]+"${concepts[@]}"} --train-data "$precomp" --val-data "$precomp" ${batch[@]+"${batch[@]}"} \
     --logs "$runs" --name "$name" ${resume[@]+"${resume[@]}"} "$@"
 coder-plugin eval "$runs/$name" --val-data "$precomp" ${EVAL:---split test} # several words

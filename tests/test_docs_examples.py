@@ -28,7 +28,7 @@ ELSEWHERE = ("frameworks.md", "sentence_transformers.md")
 
 
 #: Pages whose blocks run by default.
-FIRST = ("README.md", "coder.md", "plugins.md")
+FIRST = ("README.md", "ascl.md", "plugins.md")
 
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])

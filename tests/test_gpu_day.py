@@ -39,7 +39,7 @@ def test_stages_that_fail_or_take_too_long_keep_their_results_and_the_next_one_r
         "late": RESULT,
     }
     stages = [
-        gpu_day.Stage(name, 2.0 if name == "stops" else 30.0, ("-c", code.format(file=str(tmp_path / "results.jsonl"))), "", "")
+        gpu_day.Stage(name, 2.2 if name == "stops" else 30.0, ("-c", code.format(file=str(tmp_path / "results.jsonl"))), "", "")
         for name, code in programs.items()
     ]
     begun = time.monotonic()

@@ -28,10 +28,7 @@ from torch import Tensor
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import align, check_embeddings, recall_from_embeddings
 
-#: Where a bin of query lengths ends and the next begins, in words. AsCL's own are not printed; it reads them below 10 words.
-LENGTH_EDGES = (6, 8, 10, 12, 15, 20)
-#: The labels of the bins.
-LENGTHS = ("<6", "6-7", "8-9", "10-11", "12-14", "15-19", "20+")
+LENGTH_EDGES = (6, 8, 10, 12, 15, 20)  # words; AsCL's own are not printed, but it reads them below 10 words
 
 _TILE = 2**20  # distances in memory at once: 8 MiB, and a few times that for intermediate results
 _RECALLS = {"t2i_r1": 1, "t2i_r5": 5, "t2i_r10": 10}
@@ -60,6 +57,10 @@ def analyse(
     ranked_by: str | None = None,
     fused_scores: Tensor | None = None,
     compared: str = "embeddings",
+    edges: Sequence[int] = LENGTH_EDGES,
+    sample: int | None = None,
+    seed: int = 0,
+    chunk: int | None = None,
 ) -> dict[str, Any]:
     """All analyses of one model, as plain numbers that JSON takes.
 
@@ -73,6 +74,8 @@ def analyse(
         ranked_by: the score that gave the ranks, in words, such as "fused score of all pairs"; with ``t2i_ranks``.
         fused_scores: [T], of a model that scores pairs, the score of each caption with its image, in [-1, 1].
         compared: what ``images`` and ``texts`` are, in words, such as "means of tokens".
+        edges, sample, seed: as in `recall_by_length`.
+        chunk: as in `alignment` and `uniformity`.
 
     Returns:
         ``images`` and ``texts`` (their numbers), ``alignment``, ``uniformity`` and ``recall_by_length``: what the
@@ -83,7 +86,7 @@ def analyse(
         CoderError: shapes that do not fit, an image without a caption, an embedding without a direction (NaN,
             infinity, zeros), several models at once.
     """
-    aligned = alignment(images, texts, image_of_text)  # also checks what all parts share
+    aligned = alignment(images, texts, image_of_text, chunk=chunk)  # also checks what all parts share
     scores = {"alignment": compared, "uniformity": compared}
     if fused_scores is not None:
         aligned["image_text_fused"] = _fused_alignment(fused_scores, len(texts))
@@ -93,12 +96,13 @@ def analyse(
         raise CoderError(f"captions must be the strings of the {len(texts)} text embeddings, got {len(captions)}")
     if t2i_ranks is None:
         t2i_ranks = recall_from_embeddings(images, texts, image_of_text)["t2i_ranks"]
+    by_length = recall_by_length(t2i_ranks, captions, edges=edges, sample=sample, seed=seed)
     return {
         "images": len(images),
         "texts": len(texts),
         "alignment": aligned,
-        "uniformity": uniformity(images, texts, image_of_text),
-        "recall_by_length": recall_by_length(t2i_ranks, captions),
+        "uniformity": uniformity(images, texts, image_of_text, chunk=chunk),
+        "recall_by_length": by_length,
         "scores": scores,
     }
 
@@ -135,11 +139,14 @@ def _fused_alignment(scores: Tensor, count: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def alignment(images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int]) -> dict[str, dict[str, Any]]:
+def alignment(
+    images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None
+) -> dict[str, dict[str, Any]]:
     """Distances of positive pairs (AsCL figure 4a): each caption and its image, each two captions of one image.
 
     Args:
         images: [N, D] or [N, V, D]; texts: [T, D]; image_of_text: [T], as in `analyse`.
+        chunk: pairs subtracted at once; None: as many as make some million numbers. It changes memory only.
 
     Returns:
         ``image_text`` and ``text_text``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std``
@@ -149,14 +156,14 @@ def alignment(images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[in
     points, captions, owner = _on_sphere(images, texts, image_of_text)
     indices = torch.arange(len(captions), device=owner.device)
     image_text, text_text = _Distances(), _Distances()
-    _subtract(image_text, points, captions, owner, indices)
+    _subtract(image_text, points, captions, owner, indices, chunk)
     order = owner.argsort(stable=True)
     grouped = owner[order]
     for step in range(1, len(order)):
         first = (grouped[step:] == grouped[:-step]).nonzero().squeeze(1)
         if not len(first):  # no image has more captions than this
             break
-        _subtract(text_text, captions, captions, order[first], order[first + step])
+        _subtract(text_text, captions, captions, order[first], order[first + step], chunk)
     return {
         name: {**pairs.summary(), "wang_isola": pairs.mean_square()}
         for name, pairs in {"image_text": image_text, "text_text": text_text}.items()
@@ -164,13 +171,16 @@ def alignment(images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[in
 
 
 @torch.no_grad()
-def uniformity(images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int]) -> dict[str, dict[str, Any]]:
+def uniformity(
+    images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None
+) -> dict[str, dict[str, Any]]:
     """Distances of negative pairs (AsCL figure 4b): of different images, and of captions of different images.
 
     Each unordered pair counts once. Exact: no sampling, and never more than one tile of the pairs in memory.
 
     Args:
         images: [N, D] or [N, V, D]; texts: [T, D]; image_of_text: [T], as in `analyse`.
+        chunk: rows and columns of a tile; None: as many as make some million distances. It changes memory only.
 
     Returns:
         ``images`` and ``texts``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std`` of their
@@ -181,36 +191,57 @@ def uniformity(images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[i
     sides = {"images": (points, torch.arange(len(points), device=owner.device)), "texts": (captions, owner)}
     out = {}
     for name, (side, group) in sides.items():
-        pairs = _apart(side, group)
+        pairs = _apart(side, group, chunk)
         out[name] = {**pairs.summary(), "wang_isola": pairs.log_mean_potential()}
     return out
 
 
-def recall_by_length(t2i_ranks: Tensor | Sequence[int], captions: Sequence[str]) -> dict[str, Any]:
+def recall_by_length(
+    t2i_ranks: Tensor | Sequence[int],
+    captions: Sequence[str],
+    *,
+    edges: Sequence[int] = LENGTH_EDGES,
+    sample: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
     """Text-to-image recall by the number of words of the query (AsCL figure 5).
 
     Args:
         t2i_ranks: [T] integers, the 0-based rank of each caption's image.
-        captions: the T captions; words are what whitespace separates. An empty one is in the first bin.
+        captions: the T captions; words are what whitespace separates.
+        edges: where a bin ends and the next begins, in words: (6, 8) makes "<6", "6-7" and "8+". No caption is left
+            out, an empty one is in the first bin.
+        sample: how many captions to draw, without replacement (AsCL: 1,000); None: all of them.
+        seed: of the draw; equal numbers of captions give equal draws, so models on the same data share it.
 
     Returns:
         ``bins``, a list of ``words`` (the label), ``count``, ``t2i_r1``, ``t2i_r5`` and ``t2i_r10`` in percent (None
-        where the count is 0); ``all``, the same without label over all bins.
+        where the count is 0); ``all``, the same without label over all bins; ``edges``, ``sample`` and ``seed``.
     """
     ranks = torch.as_tensor(t2i_ranks).cpu()
     if isinstance(captions, str) or ranks.shape != (len(captions),) or not len(captions):
         raise CoderError(f"ranks and captions must be one each, got shape {tuple(ranks.shape)} and {len(captions)}")
     if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool or int(ranks.min()) < 0:
         raise CoderError("ranks must be integers from 0 up")
-    bin_of = length_bins(captions)
-    bins = [{"words": label, **_recalls(ranks[bin_of == number])} for number, label in enumerate(LENGTHS)]
-    return {"bins": bins, "all": _recalls(ranks)}
+    labels, bin_of = length_bins(captions, edges)
+    if sample is not None and not 1 <= sample <= len(ranks):
+        raise CoderError(f"sample must be from 1 to the {len(ranks)} captions there are, got {sample}")
+    if sample is not None:
+        drawn = torch.randperm(len(ranks), generator=torch.Generator().manual_seed(seed))[:sample]
+        ranks, bin_of = ranks[drawn], bin_of[drawn]
+    bins = [{"words": label, **_recalls(ranks[bin_of == number])} for number, label in enumerate(labels)]
+    return {"bins": bins, "all": _recalls(ranks), "edges": list(edges), "sample": sample, "seed": seed}
 
 
-def length_bins(captions: Sequence[str]) -> Tensor:
-    """The number in :data:`LENGTHS` of each caption's bin, int64 [T]."""
+def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) -> tuple[list[str], Tensor]:
+    """The labels of the bins of `recall_by_length`, and the bin of each caption [T]."""
+    edges = list(edges)
+    integers = all(isinstance(edge, int) for edge in edges)
+    if not edges or not integers or any(low >= high for low, high in zip([0, *edges], edges, strict=False)):
+        raise CoderError(f"edges must be increasing numbers of words, from 1 up, got {edges}")
     words = torch.tensor([len(caption.split()) for caption in captions])
-    return torch.bucketize(words, torch.tensor(LENGTH_EDGES), right=True)
+    inner = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in zip(edges, edges[1:], strict=False)]
+    return [f"<{edges[0]}", *inner, f"{edges[-1]}+"], torch.bucketize(words, torch.tensor(edges), right=True)
 
 
 def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -221,10 +252,11 @@ def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
     recall. "-" stands where there is no pair, no caption or no fused score.
 
     Args:
-        rows: name to what `analyse` returned.
+        rows: name to what `analyse` returned, with equal ``edges``.
     """
+    labels = length_labels(rows)
     distances = [["name", *_COLUMNS]]
-    recalls = [["name", "words", *LENGTHS, "all"]]
+    recalls = [["name", "words", *labels, "all"]]
     for name, row in rows.items():
         numbers = [row[part].get(pairs, {}).get(figure) for part, pairs, figure in _COLUMNS.values()]
         distances.append([str(name), *("-" if number is None else f"{number:.4f}" for number in numbers)])
@@ -239,6 +271,26 @@ def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def ranked_by(row: Mapping[str, Any]) -> str:
     """The score that a row's recall by length belongs to, in words; empty for a row that does not say."""
     return row.get("scores", {}).get("recall_by_length", "")
+
+
+def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The labels of the bins that all rows share.
+
+    Raises:
+        CoderError: no row, a row that `analyse` did not return, rows of different bins.
+    """
+    labels: list[str] | None = None
+    for name, row in rows.items():
+        missing = [key for key in ("alignment", "uniformity", "recall_by_length") if key not in row]
+        if missing:
+            raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what analyse() returns")
+        row_labels = [each["words"] for each in row["recall_by_length"]["bins"]]
+        if labels not in (None, row_labels):
+            raise CoderError(f"row {name!r} has other bins of query length: analyse all models with the same edges")
+        labels = row_labels
+    if labels is None:
+        raise CoderError("there is no model to report on")
+    return labels
 
 
 class _Distances:
@@ -275,17 +327,17 @@ class _Distances:
         return log(self.potential / self.count) if self.count else None
 
 
-def _subtract(into: _Distances, left: Tensor, right: Tensor, a: Tensor, b: Tensor) -> None:
+def _subtract(into: _Distances, left: Tensor, right: Tensor, a: Tensor, b: Tensor, chunk: int | None) -> None:
     """Add the distances of ``left[a]`` [P, V, D] and ``right[b]`` [P, 1, D], from their differences, to ``into``."""
-    rows = max(1, _TILE // left[0].numel())
+    rows = max(1, _TILE // left[0].numel()) if chunk is None else chunk
     for first, second in zip(a.split(rows), b.split(rows), strict=True):
         into.add(torch.linalg.vector_norm(left[first] - right[second], dim=-1).amin(1))
 
 
-def _apart(points: Tensor, group: Tensor) -> _Distances:
+def _apart(points: Tensor, group: Tensor, chunk: int | None) -> _Distances:
     """The distances of all pairs of ``points`` [n, V, D] with different ``group`` [n]."""
     n, views = points.shape[:2]
-    side = max(1, isqrt(_TILE) // views)
+    side = max(1, isqrt(_TILE) // views) if chunk is None else chunk
     origin = points.mean((0, 1))
     out = _Distances()
     for i in range(0, n, side):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.analyses import LENGTHS, length_bins
+from coder_plugin.evaluation.analyses import length_bins
 from coder_plugin.evaluation.metrics import align, captions_of, row_ranks
 from coder_plugin.evaluation.multi_positive import Rows
 
@@ -99,8 +99,8 @@ def groups_of(
         groups = {kind: torch.tensor([kind in each for each in kinds]) for kind in WORDS}
         return {**groups, OTHER: torch.tensor([not each for each in kinds])}
     if by == "length":
-        bin_of = length_bins(captions)
-        return {f"{label} words": bin_of == number for number, label in enumerate(LENGTHS)}
+        labels, bin_of = length_bins(captions)
+        return {f"{label} words": bin_of == number for number, label in enumerate(labels)}
     if by == "place":
         count: dict[int, int] = {}
         nth = []

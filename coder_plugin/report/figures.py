@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError, install_command
-from coder_plugin.evaluation.analyses import LENGTHS, ranked_by
+from coder_plugin.evaluation.analyses import length_labels, ranked_by
 from coder_plugin.report.alignment import Alignment, brightness
 from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS
+
+SUFFIXES = ("png", "svg")
 
 _POSITIVE = {
     "image-text": ("alignment", "image_text"),
@@ -49,7 +51,7 @@ def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> N
         raise CoderError(f"{flag} {folder} cannot be made: {error}") from error
 
 
-def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path) -> list[Path]:
+def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, suffix: str = "png") -> list[Path]:
     """Draw the analyses of one or several models.
 
     ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``recall_by_length`` (figure 5) is
@@ -58,33 +60,36 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path) -> 
     captions for is left blank.
 
     Args:
-        rows: model name -> result of :func:`coder_plugin.evaluation.analyses.analyse`, also read back from JSON.
+        rows: model name -> result of :func:`coder_plugin.evaluation.analyses.analyse`, also read back from JSON. All with
+            the same ``edges``.
         folder: where the figures go. It is made; files of the same names are replaced.
+        suffix: "png" or "svg".
 
     Returns:
         The three files, in the order above.
 
     Raises:
-        CoderError: matplotlib is not installed, or no rows.
+        CoderError: matplotlib is not installed, no rows, rows with different bins, an unknown suffix.
 
     Example:
         >>> plot_analyses({}, "figures")
         Traceback (most recent call last):
         coder_plugin.errors.CoderError: there is no model to report on
     """
-    if not rows:
-        raise CoderError("there is no model to report on")
+    labels = length_labels(rows)
+    if suffix not in SUFFIXES:
+        raise CoderError(f"figures are written as {' or '.join(SUFFIXES)}, got {suffix!r}")
     folder = Path(folder)
     with plain_text():
         figures = {
             "alignment": _bars(rows, _POSITIVE, "Positive pairs, distance of embeddings"),
             "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ, distance of embeddings"),
-            "recall_by_length": _lines(rows),
+            "recall_by_length": _lines(rows, labels),
         }
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
-    return [folder / f"{name}.png" for name in figures]
+            figure.savefig(folder / f"{name}.{suffix}", dpi=150, bbox_inches="tight")
+    return [folder / f"{name}.{suffix}" for name in figures]
 
 
 def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, str]], title: str) -> Any:
@@ -112,22 +117,22 @@ def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, 
     return figure
 
 
-def _lines(rows: Mapping[str, Mapping[str, Any]]) -> Any:
+def _lines(rows: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> Any:
     """A panel per recall; in each a line per model over the bins of query length."""
     figure, panels = _panels(len(_RECALLS), len(rows))
     bins_of_rows = [row["recall_by_length"]["bins"] for row in rows.values()]
     counts = [[each["count"] for each in bins] for bins in bins_of_rows]
-    ticks = list(LENGTHS)
+    ticks = list(labels)
     if all(other == counts[0] for other in counts):  # the same captions: show how many are behind a point
-        ticks = [f"{label}\n({count})" for label, count in zip(LENGTHS, counts[0], strict=True)]
+        ticks = [f"{label}\n({count})" for label, count in zip(labels, counts[0], strict=True)]
     for axes, (title, key) in zip(panels, _RECALLS.items(), strict=True):
         handles = []
         for number, bins in enumerate(bins_of_rows):
             recalls = [float("nan") if each[key] is None else each[key] for each in bins]  # NaN interrupts the line
             handles += axes.plot(range(len(bins)), recalls, color=f"C{number % 10}", marker="o")
         axes.set(title=f"Text to image {title}", xlabel="words of the query (captions)", ylabel="%")
-        axes.set_xlim(-0.5, len(LENGTHS) - 0.5)
-        axes.set_xticks(range(len(LENGTHS)), ticks, fontsize="small")
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.set_xticks(range(len(labels)), ticks, fontsize="small")
         axes.grid(alpha=0.3)
     _legend(figure, handles, [f"{name} (by {ranked_by(row)})" if ranked_by(row) else name for name, row in rows.items()])
     return figure

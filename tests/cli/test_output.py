@@ -113,7 +113,7 @@ def test_a_run_ends_with_commands_that_work_as_printed(validation, table, tmp_pa
     data = ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
     data += ["--val-data", str(table)] if validation else []
     caplog.set_level("INFO", "coder_plugin")
-    tables._noted.discard(",")
+    tables._log_separator.cache_clear()
     command = ["train", *data, "--model", tiny_model, "--logs", str(tmp_path), "--name", "a run", "--epochs", "1"]
     assert main([*command, "--batch-size", "6", "--workers", "0", "--no-report", "--log-every-n-steps", "1"]) == 0
     printed = capsys.readouterr().out

@@ -9,6 +9,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import analyses, recall_from_embeddings
@@ -95,13 +97,12 @@ def close(got: dict, expected: dict, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize("views", [0, 3])
-@pytest.mark.parametrize("tile", [1, 60, 2**20])
-def test_reference(views: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analyses, "_TILE", tile)
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+def test_reference(views: int, chunk: int | None) -> None:
     images, texts, owner = embeddings(7, 23, 5, views=views)
     expected = reference(images, texts, owner)
-    close(alignment(images, texts, owner), expected["alignment"])
-    close(uniformity(images, texts, owner), expected["uniformity"])
+    close(alignment(images, texts, owner, chunk=chunk), expected["alignment"])
+    close(uniformity(images, texts, owner, chunk=chunk), expected["uniformity"])
 
 
 # -- hand values -------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_nearest_view_counts() -> None:
 def test_mean_square_of_all_pairs_is_known_from_the_mean_embedding() -> None:
     """Over all ordered pairs, own ones included, E d² = 2 - 2 |mean|²."""
     images, texts, _ = embeddings(300, 300, 16)
-    got = uniformity(images + 0.5, texts, torch.arange(300))["images"]
+    got = uniformity(images + 0.5, texts, torch.arange(300), chunk=64)["images"]
     mean = torch.nn.functional.normalize(images + 0.5, dim=1).mean(0)
     expected = (2 - 2 * float(mean @ mean)) * 300 / 299
     assert got["mean"] ** 2 + got["variance"] == pytest.approx(expected, rel=1e-12)
@@ -246,19 +247,42 @@ def test_recall_by_length_hand_values() -> None:
     assert got["all"] == pytest.approx({"count": 11, "t2i_r1": 400 / 11, "t2i_r5": 700 / 11, "t2i_r10": 1000 / 11})
 
 
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    edges=st.sets(st.integers(1, 12), min_size=1).map(sorted),
+    data=st.data(),
+)
+def test_every_caption_is_in_one_bin(lengths: list[int], edges: list[int], data: st.DataObject) -> None:
+    ranks = data.draw(st.lists(st.integers(0, 12), min_size=len(lengths), max_size=len(lengths)))
+    got = recall_by_length(ranks, words(*lengths), edges=edges)
+    bounds = list(zip([0, *edges], [*edges, math.inf], strict=True))
+    for each, (low, high) in zip(got["bins"], bounds, strict=True):
+        inside = [rank for rank, length in zip(ranks, lengths, strict=True) if low <= length < high]
+        assert each["count"] == len(inside)
+        for k in (1, 5, 10):
+            hits = sum(rank < k for rank in inside)
+            assert each[f"t2i_r{k}"] == (pytest.approx(100 * hits / len(inside)) if inside else None)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "captions", "message"),
+    ("ranks", "captions", "options", "message"),
     [
-        ([0, 1], ["a"], "one each"),
-        ([], [], "one each"),
-        ([0], "a", "one each"),
-        ([0.5], ["a"], "integers from 0"),
-        ([-1], ["a"], "integers from 0"),
+        ([0, 1], ["a"], {}, "one each"),
+        ([], [], {}, "one each"),
+        ([0], "a", {}, "one each"),
+        ([0.5], ["a"], {}, "integers from 0"),
+        ([-1], ["a"], {}, "integers from 0"),
+        ([0], ["a"], {"edges": []}, "edges"),
+        ([0], ["a"], {"edges": [0, 3]}, "edges"),
+        ([0], ["a"], {"edges": [3, 3]}, "edges"),
+        ([0], ["a"], {"edges": [2.5]}, "edges"),
+        ([0], ["a"], {"sample": 2}, "sample"),
+        ([0], ["a"], {"sample": 0}, "sample"),
     ],
 )
-def test_recall_by_length_bad_input(ranks, captions, message) -> None:
+def test_recall_by_length_bad_input(ranks, captions, options, message) -> None:
     with pytest.raises(CoderError, match=message):
-        recall_by_length(ranks, captions)
+        recall_by_length(ranks, captions, **options)
 
 
 # -- all together ------------------------------------------------------------------------------------------------------
@@ -267,11 +291,11 @@ def test_recall_by_length_bad_input(ranks, captions, message) -> None:
 def test_analyse_is_its_parts_and_json() -> None:
     images, texts, owner = embeddings(8, 24, 6)
     captions = words(*range(1, 25))
-    got = analyse(images, texts, owner, captions)
+    got = analyse(images, texts, owner, captions, edges=[5, 9], sample=20, seed=3, chunk=7)
     close(got["alignment"], alignment(images, texts, owner), 1e-12)
     close(got["uniformity"], uniformity(images, texts, owner), 1e-12)
     ranks = recall_from_embeddings(images, texts, owner)["t2i_ranks"]  # products as they are, not cosines
-    assert got["recall_by_length"] == recall_by_length(ranks, captions)
+    assert got["recall_by_length"] == recall_by_length(ranks, captions, edges=[5, 9], sample=20, seed=3)
     assert (got["images"], got["texts"]) == (8, 24)
     assert json.loads(json.dumps(got, allow_nan=False)) == got
 

@@ -387,7 +387,6 @@ EXPORTS = [
     ),
     config_case("config-mean-is-code", config_with(lambda c: c["preprocess_cfg"].update(mean="os.system")), "preprocess_cfg"),
     # options
-    config_case("options-model-of-the-hub", values("coder_options.json", model="hf-hub:somebody/evil"), "would fetch"),
     config_case("options-precision", values("coder_options.json", precision="evil"), "--precision"),
     config_case("options-are-deep", text_of("coder_options.json", DEEP), "coder_options.json"),
     # heads and vocabulary

@@ -166,11 +166,11 @@ def test_a_change_that_fails_leaves_the_old_index(tmp_path: Path, monkeypatch: p
     before = rows_of(Index(index))
     real, opened = building.build, []
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any) -> int:
         opened.append(rows_of(Index(index, verify=True)) == before)
         if len(opened) == 2:
             raise OSError(28, "No space left on device")
-        real(*args)
+        return real(*args)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(building, "build", failing)

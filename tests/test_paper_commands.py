@@ -104,6 +104,9 @@ def test_a_script_from_downloaded_files_to_the_table(
     assert len(again) == 2 and "--resume\tlatest" in again[0]  # the vocabulary stays, and the run goes on
     plain = script(name, {**made, "glove": "-"}, logs, PATH=str(shims), NAME="plain").stdout.splitlines()
     assert len(plain) == 2 and "--concepts" not in plain[0]  # a loss without a concept level needs no vocabulary
+    assert plain[0].count("--batch-size") == 1  # that of SMALL: the recipe's stays, which is another one in CODER's figure 3
+    four = script(name, {**made, "glove": "-"}, logs, PATH=str(shims), NAME="four", PROCESSES="4").stdout.splitlines()
+    assert "--multi_gpu" in four[0] and "--batch-size\t32" in four[0]
 
 
 @pytest.mark.slow

@@ -64,12 +64,6 @@ def pytest_collection() -> Iterator[None]:
     huge_pages.use()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
-    if "tests.fresh" in sys.modules:
-        sys.modules["tests.fresh"].start()
-
-
 known = 0  # modules at the last freeze
 
 

@@ -1,15 +1,12 @@
 """Processes that begin as a new interpreter does, but with the slow imports done: 0.1 s in place of 5 to 10.
 
-They are forked from a server that has imported torch and the like and has done nothing else: a fork of pytest's own process
-before its first test. What is about starting itself (entry points, the cost of imports, packages that are missing) needs a
-real ``subprocess``.
+They are forked from a server that has imported torch and the like and has done nothing else. What is about starting itself
+(entry points, the cost of imports, packages that are missing) needs a real ``subprocess``.
 """
 
 from __future__ import annotations
 
 import atexit
-import faulthandler
-import logging
 import os
 import runpy
 import subprocess
@@ -17,48 +14,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-import pytest
 from torch import multiprocessing
 
-from coder_plugin import registry
-
-PRELOADED = "torch._dynamo open_clip coder_plugin.training.loop tests.integrations.upstream_runs tests.forked".split()
+PRELOADED = "pytest hypothesis torch._dynamo open_clip coder_plugin.training.loop tests.integrations.upstream_runs".split()
+PRELOADED += ["tests.forked"]
 ROOT = Path(__file__).parents[1]
-
-
-def start() -> None:
-    """Start the server, as a fork of this process, which has the imports done."""
-
-    def fork(executable: str, arguments: Sequence[str], keep: Sequence[int]) -> int:
-        if pid := os.fork():
-            return pid
-        try:
-            faulthandler.disable()
-            for name in os.listdir("/proc/self/fd"):
-                if int(name) > 2 and int(name) not in keep:
-                    with suppress(OSError):
-                        os.close(int(name))
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            logging.root.handlers.clear()
-            atexit._clear()
-            forkserver.main(*keep, PRELOADED)
-        finally:
-            os._exit(0)
-
-    resource_tracker.ensure_running()
-    with pytest.MonkeyPatch.context() as patch:
-        if sys.platform == "linux":
-            patch.setattr("multiprocessing.util.spawnv_passfds", fork)
-        forkserver.ensure_running()
 
 
 def context() -> BaseContext:
     """For ``Process`` of :mod:`multiprocessing`. The server keeps the environment of its start: hand over what has changed."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
 
@@ -88,7 +56,6 @@ def _interpreter(arguments: list[str], environment: dict[str, str], cwd: str, fo
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(cwd)
-    registry.refresh()  # pytest's plugins are listed without those of PYTHONPATH
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)

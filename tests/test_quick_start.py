@@ -28,6 +28,6 @@ def test_the_quick_start_runs_as_printed(tmp_path: Path) -> None:
         printed += done.stdout
     rows = [line.split() for line in printed.splitlines() if line.startswith("last (epoch 4)")]
     assert rows and float(rows[0][9]) > 300, rows  # R@sum; an untrained model has 6
-    for name in ("logs/scenes/report.html", "logs/scenes/export/best", "scenes.index", "results.html"):
+    for name in ("logs/scenes/report.html", "logs/scenes/export/best", "logs/scenes/index", "results.html"):
         assert (tmp_path / name).exists(), name
     assert "large pink striped cross" in (tmp_path / "results.html").read_text()

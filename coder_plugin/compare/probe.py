@@ -13,6 +13,8 @@ from coder_plugin.training.callbacks import Callback
 
 #: Steps that are taken; the first ones, which also start workers and fill caches, count once.
 STEPS, _FIRST = 8, 2
+#: A run of fewer steps is warned of.
+_FEW = 30
 
 
 class Clock(Callback):
@@ -34,7 +36,7 @@ class Clock(Callback):
         self.saved = time.time()
 
 
-def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
+def measure(options: Mapping[str, Any], begun: float) -> dict[str, Any]:
     """Train a few steps.
 
     Args:
@@ -42,10 +44,11 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
         begun: when the process was started, by ``time.time``.
 
     Returns:
-        ``seconds`` that the whole run would take, those of one ``step`` and of one ``evaluation``, and the folder's bytes on
-        ``disk``.
+        ``seconds`` that the whole run would take, those of one ``step`` and of one ``evaluation``, the folder's bytes on
+        ``disk``, the run's number of ``steps``, and ``warnings`` of a set-up that trains badly.
     """
     from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.training.fine_tuning import advice
     from coder_plugin.training.loop import Trainer
 
     clock = Clock()
@@ -59,7 +62,12 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, float]:
     before = clock.evaluated[0] - begun + warm_up - (first + 1) * step
     seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)
     disk = sum(path.stat().st_size for path in trainer.folder.rglob("*") if path.is_file())
-    return {"seconds": seconds, "step": step, "evaluation": evaluation, "disk": disk}
+    warnings = [f"{each.text}: {each.do}" for each in advice(trainer.config, trainer.model, trainer.loss)]
+    if trainer.total_steps < _FEW:
+        few = f"a run has {trainer.total_steps} steps, too few to learn"
+        warnings.append(f"{few}: give more --epochs or a smaller --batch-size")
+    steps = {"steps": trainer.total_steps, "step": step}
+    return {"seconds": seconds, **steps, "evaluation": evaluation, "disk": disk, "warnings": warnings}
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def sentence(result: Mapping[str, Any]) -> str:
     if seeds == 1:
         return (
             f"nothing can be said with one seed: {best} is {difference} from {peer} over the {images:,} images alone; "
-            "use --seeds 3"
+            "use --seeds 3, or a longer --budget if it left seeds out: the same command continues"
         )
     if not difference.is_clear:
         needed = difference.images_needed(images, _WORTH)

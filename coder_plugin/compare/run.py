@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Schedule:
         seeds: how many.
         measuring: seconds to measure a model.
         spent: seconds so far.
+        warnings: of set-ups that train badly.
     """
 
     digest: str
@@ -48,6 +49,7 @@ class Schedule:
     seeds: int
     measuring: float = 0.0
     spent: float = 0.0
+    warnings: Sequence[str] = ()
 
 
 class Comparison:
@@ -96,23 +98,32 @@ class Comparison:
         measuring = max((each["evaluation"] for each in costs.values()), default=0.0)
         spent = self._elapsed()
         self.schedule = fit(self.plan, seconds, jobs=self.jobs, budget=self.budget, spent=spent, measuring=measuring)
-        runs = sum(map(len, self._grid().values())) + len(self.plan.rows) * (self.schedule.seeds - 1)
+        first: dict[str, str] = {}  # what several rows share is said once
+        for name, cost in costs.items():
+            for text in cost["warnings"]:
+                first.setdefault(text, f"{name}: {text}")
+        self.schedule.warnings = list(first.values())
+        grid = [point for points in self._grid().values() for point in points]
+        runs, finished = len(grid) + len(self.plan.rows) * (self.schedule.seeds - 1), len(grid) - len(self._unfinished(grid))
         disk = sum(each["disk"] for each in costs.values()) / max(1, len(costs))
         disk *= self.jobs + len(self.plan.rows) * self.schedule.seeds
-        steps = ", ".join(f"{name} {cost['step']:.2g} s" for name, cost in costs.items())
+        steps = ", ".join(f"{name} {cost['steps']:,} of {cost['step']:.2g} s" for name, cost in costs.items())
         text = f"{plural(runs, 'run')} of {plural(len(self.plan.rows), 'row')}, {self.jobs} at a time"
+        text += f", {finished} of them finished" if finished else ""
         if costs:
             text += (
-                f": about {duration(self._left())}, {disk / 1e6:,.0f} MB of disk at most (measured over {STEPS} steps; a step "
-                f"takes: {steps})"
+                f": about {duration(self._left())}, {disk / 1e6:,.0f} MB of disk at most (measured over {STEPS} steps; "
+                f"steps of a run: {steps})"
             )
         if len(costs) < len(self.plan.rows):
             text += "; how long the commands of your own take is known when they have run once"
         self.say(text + (f"; the budget is {duration(self.budget)}" if self.budget else ""))
+        for warning in self.schedule.warnings:
+            self.say(f"warning: {warning}")
         self._say_left_out()
 
-    def _probe(self, row: Row) -> dict[str, float]:
-        self.say(f"timing {STEPS} steps of {row.name}")
+    def _probe(self, row: Row) -> dict[str, Any]:
+        self.say(f"timing {STEPS} steps of {row.name}, which may take a minute")
         point, folder = row.points()[0], self.folder / "probe"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -124,7 +135,7 @@ class Comparison:
             lines = log_file.read_text(errors="replace").strip().splitlines()
             reason = lines[-1].removeprefix("coder_plugin.errors.CoderError: ") if lines else "nothing was logged"
             raise CoderError(f"{row.name} does not train: {reason} (see {log_file})")
-        cost: dict[str, float] = read_json(folder / "cost.json")
+        cost: dict[str, Any] = read_json(folder / "cost.json")
         shutil.rmtree(folder)
         return cost
 
@@ -134,12 +145,9 @@ class Comparison:
         The seeds follow from the chosen rates and options, so those are known when the first runs have been made.
         """
         self.schedule = fit(self.plan, dict.fromkeys((row.name for row in self.plan.rows), 0.0), jobs=1, budget=None)
-        waiting = [point for points in self._grid().values() for point in points if self.runs.result(point) is None]
-        if not waiting:
-            waiting = [point for points in self._further().values() for point in points if self.runs.result(point) is None]
-        if not waiting:
-            waiting = [point for point in self._chosen_seeds() if self.runs.result(point) is None]
-        return [self.runs.command(point) for point in waiting]
+        waiting = self._unfinished(point for points in self._grid().values() for point in points)
+        waiting = waiting or self._unfinished(point for points in self._further().values() for point in points)
+        return [self.runs.command(point) for point in waiting or self._unfinished(self._chosen_seeds())]
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -244,6 +252,9 @@ class Comparison:
         best = [point for row in self.plan.rows if (point := self._best(row)) is not None]
         return [replace(point, seed=seed) for seed in range(self.schedule.seeds) for point in best]
 
+    def _unfinished(self, points: Iterable[Point]) -> list[Point]:
+        return [point for point in points if self.runs.result(point) is None]
+
     def _failures(self, row: Row) -> list[str]:
         return [reason for point, reason in self.runs.failed.items() if point.row == row]
 
@@ -251,7 +262,7 @@ class Comparison:
 
     def _cost(self, points: Sequence[Point]) -> float:
         """Seconds of the runs that are not finished."""
-        each = [self.schedule.seconds[point.row.name] for point in points if self.runs.result(point) is None]
+        each = [self.schedule.seconds[point.row.name] for point in self._unfinished(points)]
         return max(sum(each) / self.jobs, max(each, default=0.0))
 
     def _fits(self, points: Sequence[Point], reserve: int = 0) -> bool:
@@ -345,7 +356,7 @@ class Comparison:
             }
         if not rows:
             raise CoderError("no run has ended with a result: " + "; ".join(sorted(set(self.runs.failed.values()))))
-        notes = [*self.notes, *(f"left out for the budget: {each}" for each in self._left_out())]
+        notes = [*self.schedule.warnings, *self.notes, *(f"left out for the budget: {each}" for each in self._left_out())]
         return make_result(self.plan, rows, self._before(), notes)
 
 

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,8 +83,8 @@ def open_csv(
     lines = read_lines(spec)
     if separator is None:
         separator = detect_separator(next(iter(lines), ""), (csv_img_key, csv_caption_key))
-        if separator != "\t":
-            _log_separator(spec, separator)
+        if separator not in "\t,":
+            log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
     rows = read_rows(lines, separator, csv_img_key, name=spec)
     _, columns = next(rows, (0, []))
     needed = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
@@ -118,11 +118,6 @@ def open_csv(
         picture = picture_of(path, *(folders if pictures else (None,)))
         items.append(Item(path, captions, names=names, negatives=negatives, metadata=image.metadata, **picture))
     return ItemSource(items, name=spec, columns=columns)
-
-
-@cache
-def _log_separator(spec: str, separator: str) -> None:  # once, although a table is opened for several purposes
-    log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
 
 
 def _check_columns(spec: str, columns: Sequence[str], separator: str, needed: dict[str, tuple[str, str]]) -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 from coder_plugin import create_model
 from coder_plugin.cli import main
 from coder_plugin.config import get_option, options_by_name, resolve
-from coder_plugin.data import tables
 from coder_plugin.functional import dcl
 from coder_plugin.training import log
 from coder_plugin.training.loop import Trainer
@@ -113,13 +112,12 @@ def test_a_run_ends_with_commands_that_work_as_printed(validation, table, tmp_pa
     data = ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
     data += ["--val-data", str(table)] if validation else []
     caplog.set_level("INFO", "coder_plugin")
-    tables._log_separator.cache_clear()
     command = ["train", *data, "--model", tiny_model, "--logs", str(tmp_path), "--name", "a run", "--epochs", "1"]
     assert main([*command, "--batch-size", "6", "--workers", "0", "--no-report", "--log-every-n-steps", "1"]) == 0
     printed = capsys.readouterr().out
     assert "1 epoch of 2 steps, 6 pairs per step" in printed and "1 process" in printed and "report" not in printed
     assert "epoch 1/1 step 2/2: loss " in printed and "waiting for data, 0:00 left" in printed
-    assert caplog.text.count("its columns are separated by ','") == 1
+    assert "separated by" not in caplog.text  # a comma is expected
     assert printed.count("no validation data: recall is not measured") == (not validation)
     assert "No pretrained weights" not in caplog.text
     after = printed.splitlines()

@@ -31,7 +31,7 @@ class World:
         gain: of a loss, in units of the images' spread of difficulty. best: its best learning rate.
         seconds: of a run. estimate: of a run, as the probe says; None: ``seconds``.
         trained: names of the runs that were trained, in their order.
-        skips: training samples that each run leaves out.
+        skips: training samples that each run leaves out. warnings: of a loss's set-up, as the probe says.
         stop_after: raise KeyboardInterrupt after so many processes.
         now: seconds since the beginning.
     """
@@ -43,6 +43,7 @@ class World:
         self.estimate: float | None = None
         self.trained: list[str] = []
         self.fails: set[str] = set()
+        self.warnings: dict[str, list[str]] = {}
         self.skips = 0
         self.stop_after: int | None = None
         self.now = 0.0
@@ -57,7 +58,9 @@ class World:
         if "coder_plugin.compare.probe" in words:
             options = json.loads(Path(words[3]).read_text())
             seconds = self.estimate or self.seconds[options["loss"]]
-            Path(words[4]).write_text(json.dumps({"seconds": seconds, "step": 1.0, "evaluation": 1.0, "disk": 5e6}))
+            warnings = self.warnings.get(options["loss"], [])
+            cost = {"seconds": seconds, "steps": 90, "step": 1.0, "evaluation": 1.0, "disk": 5e6, "warnings": warnings}
+            Path(words[4]).write_text(json.dumps(cost))
             return Process(self, 0.0, lambda: 0)
         options = read_flags(parser().parse_args(words[3:]))
         end = self.now + self.seconds[options["loss"]]

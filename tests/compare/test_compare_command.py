@@ -103,7 +103,8 @@ def test_rows_below_the_model_before_training_are_not_recommended(
 
 def test_one_seed_is_said(world: World, command: Compare) -> None:
     text = command("--lr 1e-4 --seeds 1")
-    assert "nothing can be said with one seed: dcl is" in text and "(1 seed)" in text and "note: one seed:" in text
+    assert "nothing can be said with one seed: dcl is" in text and "a longer --budget" in text
+    assert "(1 seed)" in text and "note: one seed:" in text
 
 
 def test_the_peer_is_the_best_of_those_named(world: World, command: Compare, tmp_path: Path) -> None:
@@ -234,8 +235,20 @@ def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
 def test_the_estimate_is_said_before_anything_is_trained(world: World, command: Compare) -> None:
     text = command(RATES)
     timing, also, estimate = text.splitlines()[:3]
-    assert (timing, also) == ("timing 8 steps of clip", "timing 8 steps of dcl")
+    assert (timing, also) == tuple(f"timing 8 steps of {name}, which may take a minute" for name in ("clip", "dcl"))
     assert estimate.startswith("10 runs of 2 rows, 1 at a time: about 16:40, 35 MB of disk at most")
+    assert "steps of a run: clip 90 of 1 s, dcl 90 of 1 s" in estimate
+    again = command(f"{RATES} --budget 2h").splitlines()[2]
+    assert again.startswith("10 runs of 2 rows, 1 at a time, 6 of them finished: about ")
+
+
+def test_a_setup_that_trains_badly_is_said_before_and_with_the_result(world: World, command: Compare) -> None:
+    world.warnings = {"clip": ["--lr 1e-5 is low: give 5e-4"], "dcl": ["--lr 1e-5 is low: give 5e-4", "few steps: more epochs"]}
+    first, again = command(RATES), command(RATES)
+    before = first.partition("seed 0")[0]
+    assert before.count("warning: ") == 2 and "warning: dcl: few steps: more epochs" in before
+    for text in (first, again):  # what two rows share is said once
+        assert text.count("note: ") == 2 and text.count("is low: give 5e-4") == 1 + (text == first)
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------

@@ -67,4 +67,5 @@ def test_a_comparison_killed_in_every_phase_ends_with_the_same_result(tmp_path: 
         assert not (out / "comparison.json").exists()
     made = shown(tmp_path, "killed")
     assert made == shown(tmp_path, "whole")
+    assert "warning: clip: a run has 8 steps, too few to learn" in (tmp_path / "whole.log").read_text()
     assert len(list(runs.glob("*/result.json"))) == len(list((tmp_path / "whole" / "runs").glob("*/result.json"))) == 4

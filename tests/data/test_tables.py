@@ -77,13 +77,17 @@ def test_a_picture_of_a_csv_that_is_missing_is_named_where_it_is_looked_for_firs
         assert caught.value.filename == place
 
 
-def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path):
+def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path, caplog):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffimage,text,rest\na.png,"a dog, a ""cat""",1\n'.encode())
     data = open_csv(str(path), csv_separator=",", csv_img_key="image", csv_caption_key="text", metadata=["rest"])
     (_, item), = data.items()
     assert item.captions == ('a dog, a "cat"',) and item.metadata == {"rest": "1"}
     assert open_csv(write_table(tmp_path, [("a", "b")]), csv_separator="\\t").num_images == 1  # as a shell passes it
+    assert "separated by" not in caplog.text
+    (tmp_path / "semi.csv").write_text("filepath;title\na.png;a dog\n")
+    caplog.set_level("INFO", "coder_plugin")
+    assert open_csv(str(tmp_path / "semi.csv")).num_images == 1 and "columns are separated by ';'" in caplog.text
     for separator in (";;", '"', ""):
         assert repr(separator) in fault(open_csv, str(path), csv_separator=separator)
 

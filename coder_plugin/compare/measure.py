@@ -37,12 +37,18 @@ def open_run(folder: Path, val_data: str | None, options: Mapping[str, Any]) -> 
         val_data: their name; None: the validation split of the built-in scenes.
         options: the run's.
     """
-    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.open import open_pretrained
 
-    source = make_source(data_config(val_data, options), split="val")
+    source = open_data(val_data, options)
     model = open_pretrained(folder, {}, export="best", name=folder.name, source=source)
     return model.encoder(), source, model.rerank
+
+
+def open_data(val_data: str | None, options: Mapping[str, Any]) -> Any:
+    """The validation data, read as the training data are."""
+    from coder_plugin.data.from_config import make_source
+
+    return make_source(data_config(val_data, options), split="val")
 
 
 def data_config(val_data: str | None, options: Mapping[str, Any]) -> DataConfig:
@@ -54,7 +60,6 @@ def data_config(val_data: str | None, options: Mapping[str, Any]) -> DataConfig:
 
 def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> dict[str, Any]:
     """The ranks of the model that a run starts from."""
-    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
 
@@ -64,8 +69,7 @@ def before(options: Mapping[str, Any], val_data: str | None, folder: Path) -> di
         trainer = Trainer.from_config(resolve_config({**options, "logs": str(folder), "name": "before"}))
     finally:
         logging.disable(level)
-    source = make_source(data_config(val_data, options), split="val")
-    return ranks_of(trainer.encoder, source, trainer.config.evaluation.rerank)
+    return ranks_of(trainer.encoder, open_data(val_data, options), trainer.config.evaluation.rerank)
 
 
 def ranks_of(encoder: Any, source: Any, rerank: str | None) -> dict[str, Any]:

@@ -66,8 +66,10 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, Any]:
     if trainer.total_steps < _FEW:
         few = f"a run has {trainer.total_steps} steps, too few to learn"
         warnings.append(f"{few}: give more --epochs or a smaller --batch-size")
-    steps = {"steps": trainer.total_steps, "step": step}
-    return {"seconds": seconds, **steps, "evaluation": evaluation, "disk": disk, "warnings": warnings}
+    return {
+        "seconds": seconds, "steps": trainer.total_steps, "step": step, "evaluation": evaluation, "disk": disk,
+        "warnings": warnings,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def interpolate(model: Any, base: Mapping[str, Tensor], tuned: Mapping[str, Tens
         alpha: from 0 to 1.
 
     Raises:
-        CoderError: the two are of different architectures.
+        CoderError: the two models have different architectures.
     """
     different = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
     different += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)

@@ -126,8 +126,9 @@ def report_run(
     run = RunFolder.read(folder)
     model: dict[str, Any] = {}
     try:
-        opened = open_run(run, options, export=export, split=split)._asdict()
-        model = {"weights": opened["name"], **{name: opened[name] for name in ("encoder", "source", "encoded", "pictures")}}
+        opened = open_run(run, options, export=export, split=split)
+        model = {"weights": opened.name, "encoder": opened.encoder, "source": opened.source}
+        model |= {"encoded": opened.encoded, "pictures": opened.pictures}
     except (CoderError, OSError) as error:
         if options.get("val_data"):  # named by the user: do not replace a fuller report by a poorer one
             raise CoderError(str(error)) from error

@@ -261,7 +261,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_record(value: Any, **kinds: type) -> bool:
-    """Whether a value is an object whose fields of these names, as far as it has them, are of these kinds."""
+    """Whether a value is an object in which each of these fields that is present has its kind."""
     return isinstance(value, dict) and all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,6 +174,8 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
         raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
     if distributed.rank() == 0:
         echo(_summary(arguments.output, note))
+        if "images" in note["vectors"]:
+            echo(f"next: {shlex.join(['coder-plugin', 'search', arguments.output, '--text', 'a dog'])}")
     return 0
 
 

@@ -134,7 +134,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "new" / "all.csv").unlink()
     (tmp_path / "new" / "new-000.png").rename(tmp_path / "new" / "000.png")
     assert main(["index", str(model), "--data", str(tmp_path / "old"), "--output", index, "--workers", "0"]) == 0
-    assert "6 images, 0 captions; vectors of images: 6 of 128 dimensions" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "6 images, 0 captions; vectors of images: 6 of 128 dimensions" in printed
+    assert printed.splitlines()[-1] == f"next: coder-plugin search {index} --text 'a dog'"
     flags = ["--data", str(tmp_path / "new"), "--workers", "0"]
     assert main(["index", "add", index, *flags]) == 2
     assert "has 1 of these images already (the first: '000.png'): --replace" in capsys.readouterr().err

@@ -192,10 +192,11 @@ class DataConfig:
     )
     max_regions: int = option(36, "read at most the first n regions of an image", at_least=1, uses=("opening",))
     region_dropout: float = option(
-        0.0, "share of regions dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
+        0.0, "share of regions dropped at random in training [0; region-bert, region-bigru: 0.2]", at_least=0, below=1
     )
     word_dropout: float = option(
-        0.0, "share of words masked, replaced or dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
+        0.0, "share of words masked, replaced or dropped at random in training [0; region-bert, region-bigru: 0.2]",
+        at_least=0, below=1
     )
     train_num_samples: int | None = option(
         None, "samples per epoch, where the data cannot be counted or should be fewer", at_least=1

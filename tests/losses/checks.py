@@ -80,9 +80,9 @@ def degenerate() -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
 
 
 def stays_finite(loss: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Value and gradient of each degenerate batch, in every type."""
+    """Value and gradient of each degenerate batch, in float32 and in a half type."""
     for name, images, texts, ids in degenerate():
-        for dtype in (torch.float64, torch.float32, *HALVES):
+        for dtype in (torch.float32, torch.float16):
             results = value_and_gradient(lambda v, w, ids=ids: loss(v, w, ids), images.to(dtype), texts.to(dtype))
             assert all(each.isfinite().all() for each in results), (name, dtype)
 

@@ -21,12 +21,10 @@ from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.join import RegionSource
-from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.noise.positives import Positives
 
-FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
 NUMBER, BATCH = 43, 5
 BAD = (1, 8, 9, 20, 21, 30, 41)
 
@@ -390,28 +388,6 @@ def test_evaluation_counts_bad_images(tmp_path):
     list(evaluation_batches(source, batch_size=4, transform=transform, bad=bad))
     assert str(bad) == "2 of 43 samples skipped (picture 2)" and "2 of 43" in fault(bad.finish)
     fault(list, evaluation_batches(source, batch_size=4, transform=transform, bad=BadSamples("val", 0)))
-
-
-@pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
-def test_flickr8k_resumes_exactly():
-    source = open_source(str(FLICKR / "train-00000{0..1}.tar"))
-    assert isinstance(source, ShardSource)
-
-    def made() -> TrainLoader:
-        return TrainLoader(
-            source,
-            batch_size=100,
-            transform=lambda picture: torch.from_numpy(np.array(picture.resize((8, 8)))).permute(2, 0, 1),
-            tokenizer=lambda texts: torch.tensor([[len(text)] for text in texts]),
-            workers=2,
-        )
-
-    whole, batches, position = made(), [], None
-    for batch in whole.epoch(0):
-        batches.append(batch)
-        position = whole.position() if len(batches) == 13 else position
-    assert len(batches) == 20 and len({int(n) for b in batches for n in b["image_id"]}) == 2000
-    assert equal(list(made().epoch(0, position)), batches[13:])
 
 
 # images that are several tensors

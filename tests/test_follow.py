@@ -246,13 +246,13 @@ def test_nothing_is_reported_where_nothing_is_forgotten(
             optimizer = sgd(trained(each))
             if has_state:
                 follow(each, optimizer)
-            for seed in range(4):
+            for seed in range(2):
                 for _ in range(3):  # accumulation
                     backward(each, criterion, seed)
                 optimizer.step()
-        for _ in range(6):  # no step at all
+        for _ in range(4):  # no step at all
             backward(model, loss)
-        for _ in range(6):  # nor where a forward pass has parameters of its own
+        for _ in range(4):  # nor where a forward pass has parameters of its own
             own = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
             torch.func.functional_call(model, own, (), batch())
     assert not warnings_of(caplog)
@@ -320,7 +320,7 @@ class SAM(torch.optim.Optimizer):
 def test_the_two_forwards_of_sam_are_one_step(model: Any, loss: Any, by_closure: bool) -> None:
     optimizer = SAM(trained(model))
     following = follow(model, optimizer)
-    for seed in range(3):
+    for seed in range(2):
         backward(model, loss, seed)
         if by_closure:
             optimizer.step(lambda seed=seed: backward(model, loss, seed))
@@ -330,13 +330,12 @@ def test_the_two_forwards_of_sam_are_one_step(model: Any, loss: Any, by_closure:
             backward(model, loss, seed)
             optimizer.second_step()
         assert following.steps == seed + 1
-    assert filled(model) == 3 * PAIRS
+    assert filled(model) == 2 * PAIRS
 
 
-@pytest.mark.parametrize("name", ["lookahead_sgd", "lookahead_adamw"])
-def test_a_step_of_lookahead_ends_when_its_slow_weights_are_written(model: Any, loss: Any, name: str) -> None:
+def test_a_step_of_lookahead_ends_when_its_slow_weights_are_written(model: Any, loss: Any) -> None:
     """timm's does not call Optimizer.__init__, so torch gives its steps no hooks."""
-    optimizer = timm.optim.create_optimizer_v2(trained(model), opt=name, lr=0.01)
+    optimizer = timm.optim.create_optimizer_v2(trained(model), opt="lookahead_adamw", lr=0.01)
     seen: list[torch.Tensor] = []
     following = follow(model, optimizer, after_step=lambda: seen.append(model.visual.proj.detach().clone()))
     for seed in range(6):
@@ -379,7 +378,7 @@ def test_steps_of_another_optimizer_are_reported(model: Any, loss: Any, caplog: 
     assert len(warned := warnings_of(caplog)) == 1 and "give it the one whose step() is called" in warned[0]
 
 
-@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign", "ascl", "clip + distill(teacher=base)"])
+@pytest.mark.parametrize("expression", ["coder", "clip + selfalign", "ascl", "clip + distill(teacher=base)"])
 def test_a_model_that_is_followed_and_its_loss_pickle(tiny_model: str, expression: str) -> None:
     model = coder_plugin.create_model(tiny_model, loss=expression).train()
     loss = coder_plugin.create_loss(expression, model=model)
@@ -397,9 +396,8 @@ def test_a_model_that_is_followed_and_its_loss_pickle(tiny_model: str, expressio
     follow(again, sgd(trained(again)))
 
 
-@pytest.mark.parametrize("name", ["region-bigru", "region-bigru-vsrn"])
-def test_region_models_pickle(name: str) -> None:
+def test_region_models_pickle() -> None:
     options = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "dog"], "region_dim": 4, "embed_dim": 4, "word_dim": 4}
-    model = coder_plugin.create_model(name, loss="dcl + m_dcl", **options)
+    model = coder_plugin.create_model("region-bigru-vsrn", loss="dcl + m_dcl", **options)
     again = pickle.loads(pickle.dumps(model))
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())

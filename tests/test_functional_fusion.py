@@ -80,8 +80,9 @@ def grouped(sides: Side, groups: int) -> Side:
     return sides.map(lambda field: field.unflatten(0, (groups, -1)))
 
 
-@pytest.mark.parametrize("local_weight", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("positions", [(3, 2), (3, 9), (9, 3), (10, 9)])
+@pytest.mark.parametrize(
+    ("positions", "local_weight"), [((3, 2), 0.0), ((3, 9), 0.6), ((9, 3), 0.6), ((10, 9), 1.0)]
+)
 def test_is_the_papers_equations_forward_and_backward(positions, local_weight):
     case = Case(regions=positions[0], words=positions[1])
     images, texts = case.sides()
@@ -185,8 +186,7 @@ def rounded(number: torch.dtype, positions: int) -> Case:
     return case
 
 
-@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("positions", [3, 9])
+@pytest.mark.parametrize(("number", "positions"), [(torch.float32, 3), (torch.bfloat16, 9), (torch.float16, 3)])
 def test_half_precision_is_raised(number, positions):
     case = rounded(number, positions)
     want = case.all_pairs()

@@ -470,7 +470,7 @@ def test_the_tokens_gradient_reaches_both_towers(make: Make, name: str) -> None:
     assert {row for row in range(len(words)) if words[row].abs().sum() > 0} >= used - {0}
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet", "timm-resnet-bert", "timm-convnext", "coca"])
+@pytest.mark.parametrize("name", ["vit", "timm-resnet-bert", "coca"])
 def test_no_cost_when_nobody_needs_tokens(make: Make, name: str) -> None:
     plain, ours = make(name), make(name, "reads_bank + clip")
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -485,7 +485,7 @@ def test_no_cost_when_nobody_needs_tokens(make: Make, name: str) -> None:
     assert changed or any(module._forward_hooks for module in tapped.visual.modules()), "what is looked for does exist"
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet", "timm-resnet-bert", "timm-vit-dropout", "coca"])
+@pytest.mark.parametrize("name", ["vit", "timm-resnet-bert", "coca"])
 def test_a_copy_is_independent(make: Make, name: str) -> None:
     image, text = batch(name)
     model = make(name, "clip + reads_tokens + reads_bank").train()
@@ -540,33 +540,6 @@ def test_heads_keys_and_what_stays_inside(make: Make) -> None:
 # State
 
 
-def test_forward_and_loss_never_write_state(make: Make) -> None:
-    image, text = batch()
-    model = make("vit", "reads_bank").train()
-    loss, bank = create_loss("reads_bank", model=model), model.coder.heads["bank"]
-
-    def state() -> tuple[list[float], int]:
-        return bank.rows.sum(1).tolist(), int(bank.pointer)
-
-    first, second = model(image, text), model(image, text.flip(0))
-    loss(**first)
-    loss(**second)
-    assert state() == ([0, 0, 0], 0), "no post_step, no write"
-    model.coder.post_step()
-    mean = second["coder_bank_texts"].mean(0)
-    assert torch.equal(bank.rows, torch.stack([mean, torch.zeros_like(mean), torch.zeros_like(mean)]))
-    assert int(bank.pointer) == 1, "two stashes, one write: the later"
-    model.coder.post_step()
-    assert int(bank.pointer) == 1, "written once"
-    loss(**model(image, text))
-    assert int(bank.pointer) == 1 and not bank.rows.requires_grad
-    model.coder.post_step()
-    assert int(bank.pointer) == 2
-    model.eval()(image, text)
-    model.coder.post_step()
-    assert int(bank.pointer) == 2
-
-
 def test_state_is_named_saved_and_read_back(make: Make) -> None:
     image, text = batch()
     model = make("vit", "reads_bank + dcl").train()
@@ -586,22 +559,6 @@ def test_state_is_named_saved_and_read_back(make: Make) -> None:
     assert int(fresh.coder.heads["bank"].pointer) == 1
     assert_same(fresh.state_dict(), state)
     assert not any(key.startswith("coder.") for key in make("vit", "clip + dcl + reads_tokens").state_dict())
-
-
-def test_losses_are_weighted_named_and_summed(make: Make) -> None:
-    image, text = batch()
-    model = make("vit", "clip + reads_bank").train()
-    outputs = model(image, text)
-    upstream = open_clip.ClipLoss()(outputs["image_features"], outputs["text_features"], outputs["logit_scale"])
-    loss = create_loss("clip + 0.5*clip + 2*reads_bank", model=model)
-    losses = loss(**outputs)
-    assert list(losses) == ["clip_loss", "clip_2_loss", "reads_bank_pull_loss", "reads_bank_push_loss"]
-    torch.testing.assert_close(losses["clip_loss"], upstream)
-    torch.testing.assert_close(losses["clip_2_loss"], 0.5 * upstream)
-    torch.testing.assert_close(losses["reads_bank_push_loss"], 2 * outputs["coder_bank_texts"].sum())
-    torch.testing.assert_close(loss(**outputs, output_dict=False), sum(losses.values()))
-    assert not list(loss.parameters()) and not loss.state_dict()
-    assert not any(isinstance(module, Head) for module in loss.modules()), "the model owns its heads"
 
 
 # Losses
@@ -657,12 +614,9 @@ def test_siglip_adds_a_bias_where_there_is_none(make: Make) -> None:
 # Weights in and out
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*(("vit", form) for form in ("plain", "trainer", "safetensors", "ours")), ("resnet", "plain"), ("custom-text", "ours")],
-)
-def test_a_plain_checkpoint_starts_a_run(make: Make, tmp_path: Path, name: str, form: str) -> None:
-    plain = make(name).eval()
+@pytest.mark.parametrize("form", ["plain", "trainer", "safetensors", "ours"])
+def test_a_plain_checkpoint_starts_a_run(make: Make, tmp_path: Path, form: str) -> None:
+    plain = make("vit").eval()
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.add_(0.01)
@@ -675,12 +629,12 @@ def test_a_plain_checkpoint_starts_a_run(make: Make, tmp_path: Path, name: str, 
         state = {f"module.{key}": value for key, value in plain.state_dict().items()}
         torch.save({"epoch": 3, "name": "x", "state_dict": state}, path)
     elif form == "ours":
-        path = export_model(_with_weights(make(name, "reads_bank"), plain), tmp_path / "export")
+        path = export_model(_with_weights(make("vit", "reads_bank"), plain), tmp_path / "export")
     else:
         torch.save(plain.state_dict(), path)
-    model = make(name, "reads_bank + clip", pretrained=str(path)).eval()
+    model = make("vit", "reads_bank + clip", pretrained=str(path)).eval()
     with torch.no_grad():
-        assert_same(model(*batch(name)), plain(*batch(name)))
+        assert_same(model(*batch()), plain(*batch()))
     assert model.coder.heads["bank"].rows.abs().sum() == 0
 
 

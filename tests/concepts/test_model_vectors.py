@@ -87,8 +87,6 @@ def sentence_transformer(bert: str, folder, pooling: dict, module: str = "Normal
     ("pooling", "first"),
     [
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, True),
-        ({"pooling_mode": "cls"}, True),
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, False),
         ({"pooling_mode": "mean"}, False),
     ],
 )

@@ -29,6 +29,7 @@ from coder_plugin.heads.base import Head
 from coder_plugin.losses.base import Term
 from coder_plugin.training.loop import Trainer
 from tests.backbones import tiny_bert
+from tests.few import few
 
 PARTS = ("NOUN", "VERB", "ADJ", "ADP", "PROPN", "AUX")
 CLASS_OF = {"NOUN": NOUN, "PROPN": NOUN, "VERB": VERB, "ADJ": ADJECTIVE, "ADP": OTHER, "AUX": OTHER}
@@ -240,9 +241,6 @@ def test_dropped_words_keep_their_class_and_deleted_ones_leave_no_place(tokenize
     assert seen["deleted"] == pytest.approx(total / 5, rel=0.2) and seen["replaced"] > 0
 
 
-# what is kept
-
-
 # the loader
 
 CAPTIONS = [
@@ -288,7 +286,7 @@ def test_batches_have_tags_and_all_else_as_without(dropping, workers):
 
 @pytest.mark.parametrize(
     ("done", "workers"),
-    [(1, 0), (4, 0), (4, 2), (7, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (7, 2)))],
+    [(4, 0), (4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (7, 2)))],
 )
 def test_an_epoch_goes_on_bit_for_bit(dropping, workers, done):
     """With nothing kept, as after a crash."""
@@ -315,18 +313,18 @@ def test_a_tokenizer_that_tells_of_no_characters_is_refused_at_once(tokenizers):
 
 
 @needs_spacy
-@kinds
-def test_spacy_reads_whole_captions(tokenizers, kind):
+def test_spacy_reads_whole_captions(tokenizers):
     assert MODEL is not None
     tags = Tags(MODEL)
-    tokenizer = copy.copy(tokenizers[kind])
-    tokenizer.context_length = 64
-    _, found = tags(["The man's red dog is running."], tokenizer)
-    row = [number for number in found[0].tolist() if number]
-    order = [number for place, number in enumerate(row) if place == 0 or number != row[place - 1]]
-    # the, man, 's (no token of its own where the sign is dropped), red, dog, is, running
-    clitic = [] if kind == "clip, canonical" else [OTHER]
-    assert order == [OTHER, NOUN, *clitic, ADJECTIVE, NOUN, OTHER, VERB]
+    for kind in KINDS:
+        tokenizer = copy.copy(tokenizers[kind])
+        tokenizer.context_length = 64
+        _, found = tags(["The man's red dog is running."], tokenizer)
+        row = [number for number in found[0].tolist() if number]
+        order = [number for place, number in enumerate(row) if place == 0 or number != row[place - 1]]
+        # the, man, 's (no token of its own where the sign is dropped), red, dog, is, running
+        clitic = [] if kind == "clip, canonical" else [OTHER]
+        assert order == [OTHER, NOUN, *clitic, ADJECTIVE, NOUN, OTHER, VERB], kind
     assert tags.take().counts["unmatched"] == 0
 
 
@@ -382,7 +380,7 @@ def run_config(tiny_model: str, folder: Any, **options: Any) -> dict[str, Any]:
     return {**given, **options}
 
 
-@pytest.mark.parametrize("accum_freq", [1, 2])
+@pytest.mark.parametrize("accum_freq", few([2, 1]))
 def test_a_run_hands_tags_to_the_head_and_tells_of_classes(tiny_model, tmp_path, reader, capsys, accum_freq):
     from open_clip.tokenizer import SimpleTokenizer
 

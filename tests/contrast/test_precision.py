@@ -51,6 +51,7 @@ def losses(dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Tensor], lis
     scale = torch.tensor(14.3, dtype=torch.float64)
     yield "dcl", lambda v, w, **form: dcl(v, w, image_ids=ids, **form), pair
     yield "dcl of anchors", lambda v, w, **form: dcl(v, w, image_ids=ids, anchors=slice(9, 40), **form), pair
+    yield "dcl, hard", lambda v, w, **form: dcl(v, w, negatives=like(hard, v), image_ids=ids, **form), pair
     yield "m_dcl", lambda v, w, **form: m_dcl(v, w, *(like(x, v) for x in rest), image_ids=ids, **form), pair
     yield "ascl", lambda *x, **form: ascl_of_features(*x, temperature=0.05, image_ids=ids, **form), [*pair, noised]
     yield "hardest", lambda v, w, **form: triplet_of_features(v, w, image_ids=ids, **form), pair
@@ -99,7 +100,7 @@ def test_half_types_are_multiplied_as_they_are(dtype, bound, one_tile, halves) -
     """Sums in float32: value and gradients against float64 of the same features."""
     for name, loss, features in losses(dtype):
         halves.clear()
-        with tile_shape(150, anchors=5, one_tile=N * N if one_tile else 0):
+        with tile_shape(700, anchors=20, one_tile=N * N if one_tile else 0):
             got = value_and_gradient(lambda *x, f=loss: f(*x, implementation="tiled"), *features)
         assert got[1].dtype == dtype and got[0].dtype.itemsize >= 4
         check(name, loss, features, got, bound)
@@ -122,14 +123,14 @@ def test_float16_keeps_small_slopes(one_tile: bool, halves: list[torch.dtype]) -
         # no product in its backward pass; several features' types; a gradient that is below the range itself
         if name in ("hardest", "clip", "all, hard"):
             continue
-        with tile_shape(150, anchors=5, one_tile=N * N if one_tile else 0):
+        with tile_shape(700, anchors=20, one_tile=N * N if one_tile else 0):
             value, *gradients = value_and_gradient(
                 lambda *x, f=loss: 2**-12 * f(*x, implementation="tiled"), *features
             )
         check(name, loss, features, [each.double() * 2**12 for each in (value, *gradients)], 2**-5)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, tiny_model, monkeypatch) -> None:
     seen = {"step": set(), "evaluation": set()}
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn

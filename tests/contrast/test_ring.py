@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from coder_plugin import Trainer, create_loss, create_model, distributed
+from coder_plugin import Trainer, distributed
 from coder_plugin.contrast import products
 from coder_plugin.errors import CoderError
 from coder_plugin.training.step import NonFiniteError
@@ -37,17 +37,13 @@ from tests.reliability.number_faults import SAID, fault
 
 #: Objectives; "-" in front: without image ids. tests/losses/ has DCL's family in a ring of two.
 LOSSES = (
-    "dcl",
     "-dcl",
-    "dcl(diversity='none',effective_negatives=50,hard_negatives=true)",
     "clip",
     "-clip(hard_negatives=true)",
     "siglip",
     "distill",
-    "ascl(temperature=0.5)",
     "ascl(temperature=logit_scale,mask_same_image=false)",
     "triplet(margin=0.5,mask_same_image=false,hardest=false)",
-    "triplet(hardest=false)",
     "triplet(reduction=sum,hardest=false,hard_negatives=true)",
     "2*dcl + 0.1*clip + triplet + ascl",
 )
@@ -183,7 +179,7 @@ def test_no_tensor_holds_the_global_batch(results: list[dict[str, Any]], name: s
         assert result["largest"][name, "all"] >= 2 * len(results)
 
 
-@pytest.mark.parametrize("name", ["ascl", "triplet(hardest=false)"])
+@pytest.mark.parametrize("name", ["ascl", pytest.param("triplet(hardest=false)", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_number_of_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """4,096 pairs of 1,024 dimensions on each rank, on meta tensors; other ranks are imitated by empty tensors."""
     empty = lambda tensors, **_: lambda: [torch.empty_like(each) for each in tensors]  # noqa: E731
@@ -199,10 +195,10 @@ def test_memory_does_not_grow_with_the_number_of_ranks(name: str, monkeypatch: p
         make_loss(name, local_loss=True, gather="ring")(**keys, output_dict=False).backward()
 
     peaks = {}
-    for ranks in (3, 12):
+    for ranks in (3, 8):
         monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
         peaks[ranks] = peak(run)
-    assert peaks[3] == peaks[12] <= 0.45e9, peaks
+    assert peaks[3] == peaks[8] <= 0.45e9, peaks
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -239,12 +235,11 @@ def test_passes_go_to_the_next_rank(results: list[dict[str, Any]]) -> None:
         "pgc",
     ],
 )
-def test_what_the_ring_does_not_have_is_refused(name: str, tiny_model: str) -> None:
+def test_what_the_ring_does_not_have_is_refused(name: str) -> None:
     message = rf"loss '{re.escape(name)}' does not support gather='ring': take gather='all'"
     for text in (name, f"clip + {name}"):
-        model = create_model(tiny_model, loss=text)
         with pytest.raises(CoderError, match=message):
-            create_loss(text, model=model, gather="ring")
+            make_loss(text, gather="ring")
 
 
 def test_one_process_computes_as_without_the_ring() -> None:
@@ -258,7 +253,7 @@ def test_one_process_computes_as_without_the_ring() -> None:
 
 
 def train(folder: Path, model: str, gather: str) -> None:
-    """Three steps, the last of two micro-batches; then one in which rank 1 has NaN, which changes nothing; then a sound
+    """Two steps, the last of two micro-batches; then one in which rank 1 has NaN, which changes nothing; then a sound
     one."""
     config = {
         "batch_size": 4, "train_num_samples": 64, "workers": 0, "logs": str(folder), "name": gather, "epochs": 1,
@@ -268,7 +263,7 @@ def train(folder: Path, model: str, gather: str) -> None:
     assert trainer.loss.gather == gather
     trainer.setup_optimizer()
     batches = map(trainer._to_device, trainer.loader.epoch(0))
-    metrics = [trainer.training_step([next(batches) for _ in range(count)]) for count in (1, 1, 2)]
+    metrics = [trainer.training_step([next(batches) for _ in range(count)]) for count in (1, 2)]
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     batch = next(batches)
     with fault(trainer, "loss", rank=1):

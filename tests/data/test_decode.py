@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import decode_image, from_picture, set_max_pixels
 from coder_plugin.errors import CoderError
+from tests import fresh
 
 
 def grey(*values: float, dtype: str, kind: str = "TIFF") -> bytes:
@@ -85,7 +84,7 @@ def test_the_limit_on_pixels_is_one_setting_of_the_process_and_of_those_it_start
         with pytest.raises(BadSample, match="30 x 1 pixels are more than the 29 that --max-image-pixels allows"):
             decode_image(content)
         assert decode_image(content, max_pixels=30).size == (30, 1)
-        done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+        done = fresh.run(["-c", CHILD])
         assert done.returncode and "more than the 29" in done.stderr
         for wrong in (0, 178_956_971):
             with pytest.raises(CoderError, match="must be 1 to 178,956,970"):

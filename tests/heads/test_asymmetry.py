@@ -190,7 +190,7 @@ def test_batch_statistics_of_the_text_tower_are_the_captions_own(model_of):
         torch.testing.assert_close(buffer, other, msg=name)
 
 
-@pytest.mark.parametrize("name", ["vit", "custom-text", "timm-resnet-bert", "region-bert", "region-bigru"])
+@pytest.mark.parametrize("name", ["vit", "timm-resnet-bert", "region-bigru"])
 def test_noise_is_for_training_only_and_gone_after_an_error(model_of, name):
     model, image, text = model_of(name)
     model.coder.heads["asymmetry"].noise = Zero()
@@ -205,7 +205,7 @@ def test_noise_is_for_training_only_and_gone_after_an_error(model_of, name):
         close(model.eval().encode_text(text, normalize=True), wanted)
 
 
-@pytest.mark.parametrize("name", ["vit", "siglip", "timm-resnet-bert", "region-bert", "region-bigru"])
+@pytest.mark.parametrize("name", ["vit", "siglip", "timm-resnet-bert", "region-bigru"])
 def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
     model, image, text = model_of(name)
     head, words = model.coder.heads["asymmetry"], model.word_embeddings

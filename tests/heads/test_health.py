@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import coder_plugin
-from coder_plugin.heads.alignment import Alignment
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.prototypes import Prototypes
 
@@ -37,12 +36,3 @@ def test_prototype_figures():
     assert head.health() == {"used": pytest.approx(1.0), "changed": 0.25, "restarted": 0.5}
     head.centres.counts.copy_(torch.tensor([20, 0, 0, 0]))
     assert head.health() == {"used": pytest.approx(1 / 4), "changed": 0.25, "restarted": 0.5}
-
-
-def test_alignment_figures():
-    head = Alignment(BackboneInfo(embed_dim=4, image_locals=4, text_locals=4), prototypes=4)
-    assert head.health() == {}
-    head.stash(loss=torch.tensor(1.5), entropy=torch.tensor(1.25))
-    assert head.health() == {}
-    head.post_step()
-    assert head.health() == {"divergence": 0.25, "entropy": 1.25}

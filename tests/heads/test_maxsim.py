@@ -37,7 +37,7 @@ def items(images: int = 7, texts: int = 9, *, seed: int = 0):
 
 
 @pytest.mark.parametrize("direction", ["text", "image", "both"])
-@pytest.mark.parametrize("memory, local_weight", [(0, 1.0), (1 << 30, 1.0), (1 << 30, 0.6), (0, 0.0)])
+@pytest.mark.parametrize("memory, local_weight", [(0, 1.0), (1 << 30, 0.6)])
 def test_scores_of_shortlists_and_of_all_pairs(direction, memory, local_weight):
     features, whole = items()
     head = MaxSim(SIZES, direction=direction, local_weight=local_weight)

@@ -36,19 +36,16 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 KINDS = ("std", "entropy", "none")
 #: Options of dcl that are out of range, and messages.
 BAD_DCL_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    *(({"mu": value}, f"mu must be > 0 and finite, got {value}") for value in (0, 0.0, math.nan, math.inf)),
-    *(({"gamma": value}, f"gamma must be finite, got {value}") for value in (math.nan, math.inf, -math.inf)),
-    *(({"epsilon": value}, f"epsilon must be > 0 and finite, got {value}") for value in (-1, math.nan, math.inf)),
+    *(({"mu": value}, f"mu must be > 0 and finite, got {value}") for value in (0, math.nan, math.inf)),
+    ({"gamma": -math.inf}, "gamma must be finite, got -inf"),
+    ({"epsilon": math.nan}, "epsilon must be > 0 and finite, got nan"),
     ({"epsilon": 0, "diversity": "none"}, "epsilon must be > 0 and finite, got 0"),
     ({"diversity": "sd"}, "diversity must be 'std', 'entropy' or 'none', got 'sd'"),
     *(
         ({"positive_weight": value}, f"positive_weight must be a finite number >= 0 or 'mu', got {value!r}")
-        for value in (-1, math.nan, math.inf, "half")
+        for value in (-1, math.inf, "half")
     ),
-    *(
-        ({"effective_negatives": value}, f"effective_negatives must be >= 1 or none, got {value}")
-        for value in (0, -1, math.nan, math.inf)
-    ),
+    *(({"effective_negatives": value}, f"effective_negatives must be >= 1 or none, got {value}") for value in (0, math.inf)),
 ]
 FORMS = ("reference", "tiled")
 
@@ -164,22 +161,21 @@ def value_and_gradient(function: Callable[..., Tensor], *features: Tensor) -> li
 
 
 def compare_forms(function: Callable[..., Tensor], *features: Tensor, bound: float = 1e-10, **options: Any) -> None:
-    """The reference, tiles of several shapes and ``auto``: value and gradients differ by at most ``bound``, relative to the
-    largest. ``function`` takes ``implementation`` and the ``options``."""
+    """The reference, tiles of three shapes (tests/contrast/ has all) and ``auto``: value and gradients differ by at most
+    ``bound``, relative to the largest. ``function`` takes ``implementation`` and the ``options``."""
 
     def results(form: str) -> list[Tensor]:
         return value_and_gradient(lambda *leaves: function(*leaves, implementation=form, **options), *features)
 
     reference = results("reference")
-    for form, shapes in (("tiled", TILE_SHAPES), ("auto", TILE_SHAPES[1:2])):
-        for shape in shapes:
-            with tile_shape(**shape):
-                got = results(form)
-            for name, one, other in zip(("value", *"abcdefg"), got, reference, strict=False):
-                assert one.dtype == other.dtype, (form, shape, name)
-                if other.numel():
-                    distance = (one - other).abs().max()
-                    assert distance <= bound * other.abs().max().clamp(min=1e-3), (form, shape, name, distance, options)
+    for form, shape in (*(("tiled", TILE_SHAPES[number]) for number in (0, 2, 4)), ("auto", TILE_SHAPES[1])):
+        with tile_shape(**shape):
+            got = results(form)
+        for name, one, other in zip(("value", *"abcdefg"), got, reference, strict=False):
+            assert one.dtype == other.dtype, (form, shape, name)
+            if other.numel():
+                distance = (one - other).abs().max()
+                assert distance <= bound * other.abs().max().clamp(min=1e-3), (form, shape, name, distance, options)
 
 
 @pytest.fixture
@@ -254,11 +250,10 @@ def penalty_of_forms(function: Callable[..., Tensor], *features: Tensor, **optio
         return penalised(lambda *leaves: function(*leaves, implementation=form, **options), *features)
 
     want = results("reference")
-    for shape in TILE_SHAPES[1:]:
+    for form, shape in (("tiled", TILE_SHAPES[1]), ("tiled", TILE_SHAPES[2]), ("auto", TILE_SHAPES[-1])):
         with tile_shape(**shape):
-            for form in ("auto", "tiled"):
-                for one, other in zip(results(form), want, strict=True):
-                    close(one, other)
+            for one, other in zip(results(form), want, strict=True):
+                close(one, other)
 
 
 # -- terms -----------------------------------------------------------------------------------------------------------

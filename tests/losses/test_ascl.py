@@ -18,9 +18,10 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional import ascl
 from coder_plugin.losses.ascl import AsCL
 from tests.losses.checks import (
+    PAIRS,
     ascl_of_features,
     compiles,
-    memory_at_32768_pairs,
+    memory_of_pairs,
     raises_halves,
     ranks_equal_one_process,
     stays_finite,
@@ -159,21 +160,23 @@ def test_derivatives_of_scores(noised: bool) -> None:
         assert above.any() and (gradient[above] == 0).all() and (gradient[~above] > 0).all()
 
 
-@pytest.mark.parametrize("case", ["some negatives", "one image", "noise above the captions"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [("reference", "some negatives"), *(("tiled", case) for case in ("some negatives", "one image", "noise above"))],
+)
 def test_derivatives_of_features(form: str, case: str) -> None:
     """Also where an image has no negatives, or where all noised texts are above the caption."""
     v, w = pair(4, 3, seed=3)
-    noised = v[:1] if case == "noise above the captions" else torch.cat([v[:1], -v])
+    noised = v[:1] if case == "noise above" else torch.cat([v[:1], -v])
     ids = torch.zeros(4) if case == "one image" else torch.tensor([0, 1, 0, 2])
     options = {"image_ids": ids, "implementation": form}
     above = v @ noised.T > (v * w).sum(1, keepdim=True)
-    assert above.any() and bool(above.all(1).any()) is (case == "noise above the captions")
+    assert above.any() and bool(above.all(1).any()) is (case == "noise above")
 
     def loss(scale: Tensor, *features: Tensor) -> Tensor:
         return ascl_of_features(*features, temperature=1 / scale, **options)
 
-    for shape in TILE_SHAPES[1:] if form == "tiled" else TILE_SHAPES[:1]:
+    for shape in TILE_SHAPES[2::2] if form == "tiled" else TILE_SHAPES[:1]:  # tests/contrast/ has the others
         with tile_shape(**shape):
             for check in (second_order, transforms):
                 check(loss, torch.tensor(3.0, dtype=torch.float64), v, w, noised)
@@ -214,10 +217,10 @@ def test_tiles_equal_the_reference(shape, images, share, m, partly, temperature,
 
 
 def test_memory() -> None:
-    ids = torch.empty(32_768, dtype=torch.int64, device="meta")
-    valid = torch.empty(32_768, dtype=torch.bool, device="meta")
+    ids = torch.empty(PAIRS, dtype=torch.int64, device="meta")
+    valid = torch.empty(PAIRS, dtype=torch.bool, device="meta")
     passed = {"temperature": 0.05, "image_ids": ids, "noise_valid": valid}
-    memory_at_32768_pairs(lambda *x: ascl_of_features(*x, **passed), sides=3, bound=1.5e9)
+    memory_of_pairs(lambda *x: ascl_of_features(*x, **passed), sides=3, bound=0.5e9)
 
 
 # -- precision, compilation, degenerate batches ----------------------------------------------------------------------
@@ -271,11 +274,8 @@ def test_bad_features() -> None:
     v, w = pair(3, 4)
     for arguments, options, message in (
         ((v, w[:2]), {}, r"must have one shape \[n, d\], got \(3, 4\) and \(2, 4\)"),
-        ((v[:0], w[:0]), {}, "hold no pair"),
         ((v, w), {"image_ids": torch.arange(2)}, r"image_ids must have shape \(3,\), got \(2,\)"),
         ((v, w, w * 1e200), {}, "noised_features holds values"),
-        ((v, w), {"implementation": "triton"}, "implementation must be 'auto', 'reference' or 'tiled', got 'triton'"),
-        ((v[:, None], w), {"implementation": "tiled"}, "'tiled' does not support several features of one item"),
     ):
         with pytest.raises((ValueError, CoderError), match=message):
             ascl_of_features(*arguments, temperature=0.1, **options)

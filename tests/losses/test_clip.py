@@ -23,7 +23,7 @@ from tests.losses.checks import (
     clip_of_features,
     compiles,
     hard_memory,
-    memory_at_32768_pairs,
+    memory_of_pairs,
     raises_halves,
     ranks_equal_one_process,
     stays_finite,
@@ -88,8 +88,7 @@ def test_equals_open_clips_and_its_tiles(shape: tuple[int, int, float, int], sca
             assert (got - want).abs().max() <= 1e-10 * want.abs().max().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
+@given(st.sampled_from(FORMS), st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(form: str, n: int, m: int, seed: int) -> None:
     """Of images alone, but not of their own; captions of one image in the batch are negatives."""
     (v, w), hard = pair(n, 4, seed=seed), hard_of(n, m, 4, seed)
@@ -108,7 +107,6 @@ def test_tiles_of_hard_negatives_and_of_shares_equal_the_reference(n: int, m: in
         return clip_of_features(v, w, scale, anchors=anchors, **{**hard, "negatives": negatives}, **form)
 
     compare_forms(loss, v, w, number(9.0), hard["negatives"])
-    compare_forms(clip_of_features, v, w, number(9.0), anchors=anchors)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,8 +142,7 @@ def test_hard_negatives_that_are_masked_have_no_effect(form: str) -> None:
 # -- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [4, 1], ids="{} pairs".format)
-@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(("hard", "n"), [(True, 4), (False, 4), (False, 1)])
 @pytest.mark.parametrize("form", FORMS)
 def test_derivatives(form: str, hard: bool, n: int) -> None:
     """Also of one pair, which has no negatives."""
@@ -156,7 +153,7 @@ def test_derivatives(form: str, hard: bool, n: int) -> None:
         passed = {**options, "negatives": x[0]} if x else {}
         return clip_of_features(v, w, scale, implementation=form, **passed).square()
 
-    for shape in TILE_SHAPES[1:] if form == "tiled" else TILE_SHAPES[:1]:
+    for shape in TILE_SHAPES[2::2] if form == "tiled" else TILE_SHAPES[:1]:  # tests/contrast/ has the others
         with tile_shape(**shape):
             for check in (second_order, transforms):
                 check(loss, v, w, number(3.0), *further)
@@ -166,7 +163,7 @@ def test_derivatives(form: str, hard: bool, n: int) -> None:
 
 
 def test_memory() -> None:
-    memory_at_32768_pairs(lambda v, w, scale: clip_of_features(v, w, scale), bound=0.8e9, numbers=1)
+    memory_of_pairs(lambda v, w, scale: clip_of_features(v, w, scale), bound=0.37e9, numbers=1)
     scale = torch.empty((), device="meta")
     hard_memory(lambda v, w, **hard: clip_of_features(v, w, scale, **hard))
     ids, of = (torch.empty(n, dtype=torch.int64, device="meta") for n in (4096, 65_536))
@@ -217,16 +214,7 @@ def test_degenerate_batches_stay_finite(form: str) -> None:
 F, ONE = torch.eye(4), torch.tensor(1.0)
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: clip_of_features(F, F[:2], ONE), r"must have one shape \[n, d\], got \(4, 4\) and \(2, 4\)"),
-    (lambda: clip_of_features(F[:0], F[:0], ONE), "hold no pair"),
-    (lambda: clip_of_features(F * 1e30, F, ONE), "image_features holds values of 1.0e\\+30"),
-    (lambda: clip_of_features(F, F * 1e30, ONE), "text_features holds values"),
-    (lambda: clip_of_features(F, torch.ones(4, 5), ONE), r"must have one shape \[n, d\]"),
-    (lambda: clip_of_features(F[0], F[0], ONE), r"must have one shape \[n, d\]"),
-    (lambda: clip_of_features(F, F, ONE, implementation="triton"), "'auto', 'reference' or 'tiled', got 'triton'"),
-    (lambda: clip_of_features(F, F, ONE, negatives=torch.ones(2, 5)), r"negatives must have shape \[m, 4\]"),
-    (lambda: clip_of_features(F, F, ONE, negatives=F, negative_ids=torch.ones(3)), r"shape \(4,\), got \(3,\)"),
-    (lambda: clip_of_features(F, F, ONE, negatives=F, negative_valid=torch.ones(4)), "negative_valid must be bool"),
-    (lambda: clip_of_features(F, F, ONE, negative_ids=torch.ones(4)), "need negatives"),
+    (lambda: clip_of_features(F, F * 1e30, ONE), "text_features holds values of 1.0e\\+30"),
     (lambda: Objective.parse("siglip(dist_impl=ring)"), "dist_impl=ring must be bidir or shift"),
 ]
 
@@ -267,10 +255,10 @@ def test_the_term_is_open_clips(bias: bool, monkeypatch: pytest.MonkeyPatch) -> 
             close(one, other)
 
 
-@pytest.mark.parametrize("dist_impl", ["bidir", "shift", "reduce", "gather"])
-def test_siglip_is_open_clips(dist_impl: str) -> None:
-    keys, loss = joint(), make_loss(f"siglip(dist_impl={dist_impl})")
-    assert loss.terms["siglip"].loss.dist_impl == dist_impl
+def test_siglip_is_open_clips() -> None:
+    for dist_impl in ("bidir", "shift", "reduce", "gather"):
+        assert make_loss(f"siglip(dist_impl={dist_impl})").terms["siglip"].loss.dist_impl == dist_impl
+    keys, loss = joint(), make_loss("siglip")
     got = loss(**keys)
     assert got.keys() == {"siglip_loss"}
     read = [keys[name] for name in ("image_features", "text_features", "logit_scale", "logit_bias")]
@@ -304,8 +292,7 @@ def test_options_and_what_the_terms_support() -> None:
     assert "coder_ids" not in Clip().optional and "coder_ids" in Clip(hard_negatives=True).optional
 
 
-EXPRESSIONS = ("clip", "clip(hard_negatives=true)", "siglip")
-EXPRESSIONS += tuple(f"siglip(dist_impl={how})" for how in ("shift", "reduce", "gather"))
+EXPRESSIONS = ("clip", "clip(hard_negatives=true)", "siglip")  # by what siglip's texts travel is open_clip's own code
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

@@ -21,8 +21,7 @@ from coder_plugin.losses import dcl as written
 from coder_plugin.losses.dcl import DCL, DCLOptions, anchor_losses
 from coder_plugin.losses.diversity import raw_diversity
 from coder_plugin.objective import Objective
-from tests import gloo
-from tests.losses.checks import compiles, hard_memory, memory_at_32768_pairs, stays_finite
+from tests.losses.checks import PAIRS, compiles, hard_memory, memory_of_pairs, stays_finite
 from tests.losses.drawn import (
     BAD_DCL_OPTIONS,
     EXACT,
@@ -62,12 +61,12 @@ __all__ = ["forms_taken", "small_tiles"]
 IDS = torch.tensor([1, 2, 3, 1, 4])
 #: For several anchors of one image, hard negatives of them, of unknown images and of none, and a share of the anchors.
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "printed": {"image_ids": IDS, "positive_weight": "mu", "mu": 0.3},
     "bank": {"image_ids": IDS, "bank_diversity": tuple(torch.linspace(0.55, 1, 10, dtype=torch.float64).view(2, 5))},
-    "hard": {"image_ids": IDS, "negative_ids": torch.tensor([-2, -1, 2, 9]), "negative_valid": torch.arange(4) > 0},
-    "effective hard": {"image_ids": IDS, "effective_negatives": 9, "negative_ids": torch.tensor([1, 1, 2, 9])},
-    "anchors": {"image_ids": IDS, "anchors": slice(1, 4)},
+    "hard": {
+        "image_ids": IDS, "negative_ids": torch.tensor([-2, -1, 2, 9]), "negative_valid": torch.arange(4) > 0,
+        "effective_negatives": 9,
+    },
     "anchors hard": {"anchors": slice(2, 5), "negative_ids": torch.tensor([1, 1, 2, 9]), "image_ids": IDS},
 }  # fmt: skip
 
@@ -229,7 +228,7 @@ def test_masked_hard_negatives_have_no_effect(form: str, small_tiles: None) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", [{}, {"diversity": "none"}, {"effective_negatives": 9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"diversity": "none", "effective_negatives": 9}], ids=str)
 def test_without_any_text_it_is_the_loss_without_them(options: dict[str, Any], form: str) -> None:
     v, w = pair(4, 4)
     for m in (0, 3):
@@ -356,14 +355,14 @@ def test_shares_of_the_anchors_average_to_the_whole_batch(kind: Any) -> None:
 def test_derivatives(form: str, name: str) -> None:
     """First and second, with the weights held, whose gradient stops."""
     loss, features = case(name)
-    one_tile = form == "tiled" and name in ("plain", "printed", "bank")
+    one_tile = form == "tiled" and name == "printed"
     for shape in (TILE_SHAPES[1], TILE_SHAPES[-1])[: 1 + one_tile]:
         with tile_shape(**shape), held_weights(written):
             second_order(lambda *x: loss(*x, implementation=form), *features)
 
 
-@pytest.mark.parametrize("name", ["printed", "bank", "hard", "anchors"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["bank", "anchors hard"])
+@pytest.mark.parametrize("kind", ["std", "entropy"])
 def test_derivatives_through_the_weights(kind: Any, name: str) -> None:
     loss, features = case(name)
     second_order(lambda *x: loss(*x, diversity=kind, epsilon=0.5, diversity_gradient=True), *features)
@@ -407,8 +406,7 @@ def test_the_gradient_through_the_weights_is_a_choice(kind: Any) -> None:
         assert not dcl(features[0].requires_grad_(), features[1], diversity_gradient=True).requires_grad
 
 
-@pytest.mark.parametrize("form", ["reference", "auto"])
-def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_equation_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another equation in place of anchor_losses: value and gradient follow in every form."""
 
     def another(negatives: Negatives, weights: Tensor, options: Any) -> Tensor:
@@ -420,10 +418,10 @@ def test_the_equation_is_written_once(form: str, monkeypatch: pytest.MonkeyPatch
     more = 6 * (1 - scores.diagonal()).square().mean() + hardest.amax(1).mean() + hardest.amax(0).mean()
     want = dcl(v, w) + more
     monkeypatch.setattr(written, "anchor_losses", another)
-    close(dcl(v, w, implementation=form), want)
+    close(dcl(v, w), want)
     close(DCL()(v, w), want)
     compare_forms(dcl, v, w)
-    second_order(lambda *x: dcl(*x, diversity="none", implementation=form), v, w)
+    second_order(lambda *x: dcl(*x, diversity="none"), v, w)
 
 
 # -- degenerate batches: finite value and gradient -------------------------------------------------------------------
@@ -435,15 +433,16 @@ DEGENERATE += [{"implementation": form, "mu": mu} for form in FORMS for mu in (0
 
 @pytest.mark.parametrize("options", DEGENERATE, ids=str)
 def test_degenerate_batches_stay_finite(options: dict[str, Any]) -> None:
-    for epsilon in (1e-3, 0.1, 1e3):
+    for epsilon in (1e-3, 1e3):
         stays_finite(lambda v, w, ids, e=epsilon: dcl(v, w, image_ids=ids, epsilon=e, **options))
 
 
 # -- precision -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(torch.float32, "tiled"), (torch.bfloat16, "reference"), (torch.float16, "tiled")], ids=str
+)
 def test_half_features_are_raised(dtype: torch.dtype, form: str) -> None:
     """Against float64 of the same rounded features: 1e-5 of the largest gradient in float32, the type's own rounding below."""
     features = [each.to(dtype) for each in pair(30, 16, seed=1, spread=1.0)]
@@ -455,29 +454,8 @@ def test_half_features_are_raised(dtype: torch.dtype, form: str) -> None:
         assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
-@pytest.mark.parametrize("one_tile", [True, False])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str)
-def test_half_features_multiplied_as_on_a_gpu(dtype, bound, one_tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in float32. In float16 also of a loss of 2^-12, whose single slopes are below float16's range."""
-    monkeypatch.setattr(products, "multiplies_halves", lambda device: True)
-    hard = {"negatives": rows(drawing(3), 40, 32).to(dtype), "image_ids": torch.arange(60) // 2}
-    features, truth = [each.to(dtype) for each in pair(60, 32, seed=1, spread=2.0)], {}
-    with tile_shape(1000, anchors=20, one_tile=60 * 60 if one_tile else 0):
-        for scale in (1, 2**-12) if dtype == torch.float16 else (1,):
-            for options in ({}, hard, {"anchors": slice(9, 40)}):
-                passed = {key: each.double() if key == "negatives" else each for key, each in options.items()}
-                truth = value_and_gradient(lambda *x, p=passed: dcl(*x, **p), *(x.double() for x in features))
-                got = value_and_gradient(
-                    lambda *x, o=options, s=scale: s * dcl(*x, implementation="tiled", **o), *features
-                )
-                assert got[0].dtype == torch.float32 and got[1].dtype == dtype
-                for one, other in zip(got, truth, strict=True):
-                    error = (one.double() / scale - other).abs().max() / other.abs().max()
-                    assert error <= (bound if scale == 1 else 2**-5), (scale, options.keys(), error)
-
-
 @pytest.mark.parametrize(
-    "options", [*({"diversity": kind} for kind in KINDS), {"anchors": slice(3, 9)}, {"implementation": "reference"}], ids=str
+    "options", [{"diversity": "entropy"}, {"anchors": slice(3, 9)}, {"implementation": "reference"}], ids=str
 )
 def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
     features = [each.float().requires_grad_() for each in pair(12, 16)]
@@ -509,8 +487,8 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_memory_grows_with_the_number_of_rows() -> None:
-    ids = torch.empty(32_768, dtype=torch.int64, device="meta")
-    memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.5e9)
+    ids = torch.empty(PAIRS, dtype=torch.int64, device="meta")
+    memory_of_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.37e9)
     hard_memory(dcl)
 
 
@@ -519,7 +497,7 @@ def test_memory_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is converted on CPUs alone, a tile at a time and not as a whole."""
     ids = torch.empty(32_768, dtype=torch.int64, device="meta")
     monkeypatch.setattr(products, "TILE", products.TILE_ON_CPU)
-    memory_at_32768_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.42e9, dtype=torch.bfloat16)
+    memory_of_pairs(lambda v, w: dcl(v, w, image_ids=ids), bound=0.42e9, dtype=torch.bfloat16, pairs=32_768)
 
 
 def test_similarities_below_the_smallest_squares() -> None:
@@ -550,7 +528,6 @@ BAD: list[tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = [
     ((V, V), {"negative_ids": torch.ones(3)}, "negative_ids and negative_valid need negatives"),
     ((V, V), {"negative_valid": torch.ones(3) > 0}, "negative_ids and negative_valid need negatives"),
     ((V, V), {"negatives": V + 1e30}, "negatives holds values of 1.0e[+]30"),
-    *(((V, V), options, message) for options, message in BAD_DCL_OPTIONS),
 ]
 
 
@@ -562,8 +539,9 @@ def test_bad_input_is_named(features: tuple[Tensor, Tensor], options: dict[str, 
 
 @pytest.mark.parametrize(("options", "message"), BAD_DCL_OPTIONS, ids=[message for _, message in BAD_DCL_OPTIONS])
 def test_options_out_of_range_are_refused_before_the_first_batch(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DCL(**options)
+    for call in (lambda: DCL(**options), lambda: dcl(V, V, **options)):
+        with pytest.raises(ValueError, match=message):
+            call()
     if options not in ({"positive_weight": "half"}, {"diversity": "sd"}):  # refused by their types, in other words
         with pytest.raises(CoderError):
             Objective.parse(expression("dcl", options))
@@ -603,15 +581,12 @@ def from_function(batch: Mapping[str, Tensor], head: Momentum, options: Mapping[
 
 BANK = {"diversity_over": "batch+bank"}
 TERM_OPTIONS: list[dict[str, Any]] = [
-    {}, {"mu": 0.07}, {"gamma": 0.1}, {"epsilon": 0.5}, {"diversity": "entropy"}, {"diversity": "none"},
-    {"positive_weight": "mu"}, {"positive_weight": 0.5}, {"effective_negatives": 100}, {"mask_same_image": False},
-    {"epsilon": 0.5, "diversity_gradient": True},
+    {}, {"diversity": "none"}, {"epsilon": 0.5, "diversity_gradient": True}, {"hard_negatives": True}, BANK,
     {"mu": 0.3, "gamma": -0.2, "diversity": "entropy", "epsilon": 2.0, "positive_weight": 0.0},
-    {"hard_negatives": True}, {"hard_negatives": True, "mask_same_image": False, "mu": 0.3},
-    BANK, {**BANK, "epsilon": 0.7}, {**BANK, "epsilon": 0.02, "mask_same_image": False}, {**BANK, "diversity": "none"},
-    {**BANK, "epsilon": 0.7, "diversity": "entropy"},
     {**BANK, "epsilon": 0.7, "diversity": "entropy", "mask_same_image": False},
-    {**BANK, "epsilon": 0.7, "diversity_gradient": True},
+    {"mu": 0.07, "gamma": 0.1, "epsilon": 0.5, "positive_weight": "mu"}, {"effective_negatives": 100},
+    {"mask_same_image": False}, {"hard_negatives": True, "mask_same_image": False, "mu": 0.3}, {**BANK, "diversity": "none"},
+    {**BANK, "epsilon": 0.02, "mask_same_image": False}, {**BANK, "epsilon": 0.7, "diversity_gradient": True},
     {**BANK, "epsilon": 0.7, "diversity_gradient": True, "diversity": "entropy"},
 ]  # fmt: skip
 
@@ -670,17 +645,6 @@ def test_without_ids_nothing_is_masked() -> None:
     assert not_masking(**without, output_dict=False) == unmasked == masking(**without, output_dict=False)
 
 
-def test_the_keys_are_stashed_once_and_written_after_the_step() -> None:
-    batch, head = outputs(), Momentum(filled=False)
-    loss = make_loss("dcl(diversity_over='batch+bank')", {"momentum": head})
-    loss(**batch), loss(**batch)
-    assert int(head.bank.count) == 0
-    head.post_step(), head.post_step()
-    assert int(head.bank.count) == 12
-    assert torch.equal(head.bank.text[:12], batch["coder_text_keys"])
-    assert torch.equal(head.bank.ids[:12], batch["coder_ids"])
-
-
 def test_the_loss_of_a_model_takes_the_implementation(forms_taken: list[tuple[str, str]]) -> None:
     """``create_loss(implementation=...)`` reaches every term that has tiles."""
     objective = "3*dcl(diversity_over='batch+bank') + m_dcl + concept_dcl"
@@ -694,30 +658,17 @@ def test_the_loss_of_a_model_takes_the_implementation(forms_taken: list[tuple[st
 
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
-#: With every option of the term, and drawn ones.
-TERMS = (
+#: Each way to the weights and to what travels; on three ranks every option of the term, and drawn ones.
+TERMS = tuple(expression("dcl", options) for options in TERM_OPTIONS[:7])
+MORE = (
     *(expression("dcl", options) for options in TERM_OPTIONS),
     *drawn_terms("dcl", 1, diversity_over=("batch", "batch+bank")),
 )
 
 
-def halves() -> list[tuple[float, Tensor]]:
-    """Value and gradient of float16 features, multiplied as on a GPU, with far smaller slopes on one rank than on others; in a
-    ring, and gathered."""
-    features, results = torch.stack(pair(24, 40, seed=distributed.rank())).half().requires_grad_(), []
-    names = dict(zip(("image_features", "text_features"), features, strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "multiplies_halves", lambda device: True)
-        for gather in ("ring", "all"):
-            loss = make_loss("dcl", local_loss=True, gather=gather)
-            value = 10.0 ** (-6 * distributed.rank()) * loss(**names, output_dict=False)
-            results.append((value.item(), torch.autograd.grad(value, features)[0]))
-    return results
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_equal_one_process_with_the_joint_batch(ranks: int) -> None:
-    every_way_equals_one_process(TERMS, ranks)
+@pytest.mark.parametrize(("terms", "ranks"), [(TERMS, 2), pytest.param(MORE, 3, marks=pytest.mark.slow)], ids=["two", "three"])
+def test_ranks_equal_one_process_with_the_joint_batch(terms: tuple[str, ...], ranks: int) -> None:
+    every_way_equals_one_process(terms, ranks)
 
 
 @pytest.mark.parametrize(
@@ -735,19 +686,6 @@ def test_the_number_of_collectives(options: dict[str, Any], large: int, ring: in
     """One gather and the return of its gradient; in a large batch also the largest weights, and of these the gradient."""
     number = collectives(TERMS, expression("dcl", options))
     assert number.pop("ring", 0) <= (ring or 0) and number == {"all": 2, "local": 2, "large": large}
-
-
-def test_slopes_of_ranks_have_one_unit_in_float16() -> None:
-    for (value, gradient), (other, wanted) in gloo.run(halves):
-        assert gradient.dtype == torch.float16
-        close(value, other, rtol=1e-3, atol=0)
-        assert (gradient.float() - wanted.float()).abs().max() < 2**-8 * wanted.float().abs().max()
-
-
-@pytest.mark.parametrize("options", [{"diversity": "entropy"}, {"diversity_gradient": True}], ids=str)
-def test_the_ring_refuses_what_tiles_do_not_support(options: dict[str, Any]) -> None:
-    with pytest.raises(CoderError, match=r"loss 'dcl\(.*\)' does not support gather='ring': take gather='all'"):
-        make_loss(expression("dcl", options), gather="ring")
 
 
 @pytest.mark.parametrize("hard", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -768,7 +706,7 @@ def test_memory_does_not_grow_with_the_number_of_ranks(hard: bool, monkeypatch: 
         make_loss(expression("dcl", {"hard_negatives": hard}), gather="ring")(**batch, output_dict=False).backward()
 
     peaks = {}
-    for ranks in (3, 16):
+    for ranks in (3, 8):
         monkeypatch.setattr(distributed, "world_size", lambda ranks=ranks: ranks)
         peaks[ranks] = peak(run)
-    assert peaks[3] == peaks[16] <= (0.9e9 if hard else 0.45e9), peaks
+    assert peaks[3] == peaks[8] <= (0.9e9 if hard else 0.45e9), peaks

@@ -163,7 +163,7 @@ def test_derivatives(kind: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_gradient_is_finite_at_every_scale(kind: str, dtype: torch.dtype) -> None:
     pattern = torch.tensor([[-1.0, 0.5, 2.0]], dtype=torch.float64)
-    for scale in (*(10.0**exponent for exponent in range(-45, 2)), 30, 40, 50):  # the last: an entropy of 1e-31
+    for scale in (*(10.0**exponent for exponent in range(-45, 2, 3)), 30, 40, 50):  # the last: an entropy of 1e-31
         for epsilon in (1e-6, 0.1, 1e6):
             scores = (pattern * scale).to(dtype).requires_grad_()
             value = raw(scores, torch.ones(1, 3, dtype=torch.bool), kind=kind, epsilon=epsilon)

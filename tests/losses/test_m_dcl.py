@@ -18,7 +18,6 @@ from coder_plugin.losses import m_dcl as written
 from coder_plugin.losses.m_dcl import MDCL
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
-from tests import gloo
 from tests.few import few
 from tests.losses.checks import compiles
 from tests.losses.drawn import (
@@ -28,7 +27,6 @@ from tests.losses.drawn import (
     KINDS,
     TILE_SHAPES,
     Momentum,
-    Step,
     close,
     collectives,
     compare_forms,
@@ -45,7 +43,6 @@ from tests.losses.drawn import (
     penalty_of_forms,
     rows,
     second_order,
-    step_of_way,
     tile_shape,
     transforms,
     value_and_gradient,
@@ -75,7 +72,6 @@ CASES: dict[str, dict[str, Any]] = {
     "printed": {"positive_weight": "mu", "mu": 0.3, "reverse": "none", "diversity_over": "batch"},
     "over the bank": {"diversity_over": "bank", "effective_negatives": 20},
     "hard": HARD,
-    "anchors": {"anchors": slice(1, 4)},
     "anchors hard": {"anchors": slice(2, 5), **HARD},
     "all": {"reverse": "all", "diversity": "none"},
 }
@@ -156,20 +152,6 @@ def test_what_is_not_valid_or_of_an_anchors_own_image_has_no_effect(form: str) -
         close(m_dcl(*features, **BANKS, **none, implementation=form), m_dcl(*features, **BANKS))
 
 
-def test_effective_negatives_keep_the_scale() -> None:
-    """Every entry twice: the loss of the plain sum grows, that of a stated number does not."""
-    features, ids = parts(6, 12), torch.zeros(6)
-
-    def loss(number: int | None, doubled: bool) -> float:
-        banks = [torch.cat([each, each]) if doubled else each for each in features[4:]]
-        options = {"effective_negatives": number, "diversity": "none", "reverse": "none"}
-        return m_dcl(*features[:4], *banks, image_ids=ids, bank_ids=torch.ones(len(banks[0])), **options).item()
-
-    assert loss(None, True) > loss(None, False) + 0.01
-    close(loss(5, True), loss(5, False))
-    assert loss(1, False) < loss(5, False)  # 1 is the smallest number
-
-
 # -- forms -----------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +206,7 @@ def test_the_live_features_alone_get_a_gradient() -> None:
             assert all(each.abs().sum() > 0 for each in gradients[:2]) and gradients[2:] == (None,) * 5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "hard"])
 @pytest.mark.parametrize("form", FORMS)
 def test_derivatives(form: str, name: str) -> None:
     """First and second, with the weights held, whose gradient stops."""
@@ -234,7 +216,7 @@ def test_derivatives(form: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", few(["std", "entropy"]))
-@pytest.mark.parametrize("name", ["plain", "over the bank", "anchors hard", "all"])
+@pytest.mark.parametrize("name", ["over the bank", "anchors hard", "all"])
 def test_derivatives_through_the_weights(name: str, kind: Any) -> None:
     loss, live = case(name)
     second_order(lambda *x: loss(*x, diversity=kind, diversity_gradient=True, epsilon=0.5), *live)
@@ -272,8 +254,8 @@ def test_degenerate_batches_stay_finite(dtype: torch.dtype) -> None:
         "one row": [*(each[:1] for each in features[:4]), *features[4:]],
         "nothing but it": [each[:1] for each in features[:4]] + [each[:0] for each in features[4:]],
     }
-    choices: list[dict[str, Any]] = [{"diversity": kind, "diversity_gradient": g} for kind in KINDS for g in (False, True)]
-    choices += [{"implementation": form} for form in FORMS]
+    choices: list[dict[str, Any]] = [{"diversity": kind, "diversity_gradient": True} for kind in ("std", "entropy")]
+    choices += [{"diversity": "none"}, {"implementation": "tiled"}]
     for name, batch in batches.items():
         images = torch.full((len(batch[0]),), 7)
         for ids in ({}, {"image_ids": images, "bank_ids": torch.full((len(batch[4]),), 7)}):
@@ -295,8 +277,9 @@ def test_float32_is_accurate_while_a_bank_fills(filled: int) -> None:
     torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)], ids=str
+)
 def test_half_features_are_raised(dtype: torch.dtype, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64 of the same rounded features, with banks in float16; also where halves are multiplied as on a GPU."""
     monkeypatch.setattr("coder_plugin.contrast.products.multiplies_halves", lambda device: on_gpu)
@@ -312,7 +295,7 @@ def test_half_features_are_raised(dtype: torch.dtype, on_gpu: bool, monkeypatch:
             assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
-@pytest.mark.parametrize("options", [{}, {"anchors": slice(1, 4)}, {"implementation": "reference", "reverse": "all"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"implementation": "reference", "reverse": "all"}], ids=str)
 def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
     v, w, *rest = (each.float() for each in parts())
     live = [v.requires_grad_(), w.requires_grad_()]
@@ -331,9 +314,9 @@ def test_compiled_without_a_graph_break(form: str) -> None:
     compiles(lambda *x: loss(*x, implementation=form), *live)
 
 
-@pytest.mark.parametrize(("q", "m"), [(1 << 18, 0), (0, 1 << 18)], ids=["entries", "hard negatives"])
+@pytest.mark.parametrize(("q", "m"), [(1 << 16, 0), (0, 1 << 16)], ids=["entries", "hard negatives"])
 def test_memory_with_many_candidates(q: int, m: int) -> None:
-    """At most 1 GB beyond the banks, gradients included, with 4,096 anchors, where one matrix of similarities has 4.3 GB."""
+    """At most 0.25 GB beyond the banks, gradients included, with 4,096 anchors; one matrix of similarities has 1.07 GB."""
     empty = lambda *shape, **of: torch.empty(*shape, device="meta", **of)  # noqa: E731
     live = [empty(4096, 1024, requires_grad=True) for _ in range(2)]
     keys, banks = [empty(4096, 1024) for _ in range(2)], [empty(q, 1024, dtype=torch.float16) for _ in range(2)]
@@ -345,7 +328,7 @@ def test_memory_with_many_candidates(q: int, m: int) -> None:
     }
     if m:
         passed |= {"negatives": empty(m, 1024), "negative_ids": empty(m, dtype=torch.int64)}
-    assert 0.03e9 <= peak(lambda: torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed), live)) <= 1e9
+    assert 0.03e9 <= peak(lambda: torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed), live)) <= 0.25e9
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -356,16 +339,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"mu": 0.0}, "mu must be > 0"),  # dcl's options are checked by the same class
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
-    *BAD_OPTIONS,
     ({"bank_ids": torch.zeros(3)}, r"bank_ids must have shape \(7,\), got \(3,\)"),
     ({"image_ids": torch.zeros(3)}, r"image_ids must have shape \(5,\), got \(3,\)"),
     ({"bank_valid": torch.zeros(3) > 0}, r"bank_valid must have shape \(7,\), got \(3,\)"),
     ({"bank_valid": torch.ones(7)}, "bank_valid must be bool, got torch.float32"),
-    ({"implementation": "fast"}, "implementation must be 'auto', 'reference' or 'tiled', got 'fast'"),
-    ({"negatives": torch.ones(2, 5)}, r"negatives must have shape \[m, 4\], got \(2, 5\)"),
-    ({"negatives": torch.ones(2, 4), "negative_ids": torch.ones(3)}, r"negative_ids must have shape \(2,\), got \(3,\)"),
-    ({"negatives": torch.ones(2, 4), "negative_valid": torch.ones(2)}, "negative_valid must be bool"),
-    ({"negative_ids": torch.ones(2)}, "negative_ids and negative_valid need negatives"),
+    ({"negative_ids": torch.ones(2)}, "negative_ids and negative_valid need negatives"),  # test_dcl.py has the other faults
     ({"negatives": torch.full((2, 4), 1e80, dtype=torch.float64)}, "negatives holds values of 1.0e[+]80"),
 ]  # fmt: skip
 
@@ -392,11 +370,10 @@ def from_function(batch: Mapping[str, Tensor], head: Momentum, options: Mapping[
 
 
 TERM_OPTIONS: list[dict[str, Any]] = [
-    {}, {"mu": 0.07, "gamma": 0.1, "epsilon": 0.5}, {"diversity": "entropy", "epsilon": 0.4}, {"diversity": "none"},
-    {"positive_weight": "mu"}, {"reverse": "all"}, {"reverse": "none"}, {"diversity_over": "bank", "epsilon": 0.7},
-    {"diversity_over": "batch"}, {"diversity_gradient": True}, {"effective_negatives": 100}, {"mask_same_image": False},
-    {"mask_same_image": False, "diversity": "entropy"}, {"hard_negatives": True},
-    {"hard_negatives": True, "mask_same_image": False},
+    {}, {"diversity": "none"}, {"diversity_gradient": True}, {"hard_negatives": True}, {"reverse": "all"},
+    {"diversity_over": "bank", "epsilon": 0.7}, {"mask_same_image": False, "diversity": "entropy", "epsilon": 0.4},
+    {"mu": 0.07, "gamma": 0.1, "epsilon": 0.5, "positive_weight": "mu"}, {"reverse": "none"}, {"diversity_over": "batch"},
+    {"effective_negatives": 100}, {"hard_negatives": True, "mask_same_image": False},
 ]  # fmt: skip
 
 
@@ -425,6 +402,9 @@ def test_the_term_equals_its_function(options: dict[str, Any], filled: bool) -> 
 def test_options_out_of_range_are_refused_before_the_first_batch(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MDCL(**options)
+    if "warmup" not in options:
+        with pytest.raises(ValueError, match=message):
+            m_dcl(*parts(), **options)
     with pytest.raises(CoderError):
         Objective.parse(expression("m_dcl", options))
 
@@ -437,13 +417,12 @@ def test_what_the_term_needs_and_supports() -> None:
     assert hard.requires == (*keys, "coder_negative_keys", "coder_negative_ids") == hard.gathers
     for options in ({"diversity": "entropy"}, {"diversity_gradient": True}, {"reverse": "all"}):
         assert MDCL(**options).supports == everything - {"ring"}  # type: ignore[arg-type]
-        with pytest.raises(CoderError, match=r"loss 'm_dcl\(.*\)' does not support gather='ring': take gather='all'"):
-            make_loss(expression("m_dcl", options), {"momentum": Momentum()}, gather="ring")
 
 
-def test_the_keys_are_stashed_once_and_written_after_the_step() -> None:
+@pytest.mark.parametrize("others", ["", "m_dcl + "])
+def test_the_keys_are_stashed_once_and_written_after_the_step(others: str) -> None:
     batch, head = outputs(), Momentum(filled=False)
-    loss = make_loss("m_dcl + dcl(diversity_over='batch+bank')", {"momentum": head})
+    loss = make_loss(f"{others}dcl(diversity_over='batch+bank')", {"momentum": head})
     loss(**batch), loss(**batch)
     assert int(head.bank.count) == 0
     head.post_step(), head.post_step()
@@ -470,7 +449,6 @@ def test_silent_until_the_bank_is_warm() -> None:
     ("objective", "message"),
     [
         ("m_dcl@concepts", "momentum banks and generated texts have the backbone's own features only"),
-        ("m_dcl(warmup=-1)", "warmup must be >= 0"),
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],
 )
@@ -482,18 +460,18 @@ def test_objectives_that_make_no_sense(objective: str, message: str) -> None:
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 SHARED = "dcl(diversity_over='batch+bank',hard_negatives=true)"
-#: Every option of the term, drawn ones, and terms that share pairs and keys.
-TERMS = (
+#: Each way to the weights and to what travels, and terms that share pairs and keys; on three ranks every option of the term.
+TERMS = (*(expression("m_dcl", options) for options in TERM_OPTIONS[:7]), f"2*m_dcl(hard_negatives=true) + {SHARED}")
+MORE = (
     *(expression("m_dcl", options) for options in TERM_OPTIONS),
     *drawn_terms("m_dcl", 1, reverse=REVERSE, diversity_over=OVER),
     f"2*m_dcl + {SHARED}",
-    f"m_dcl(hard_negatives=true) + {SHARED}",
 )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_equal_one_process_with_the_joint_batch(ranks: int) -> None:
-    every_way_equals_one_process(TERMS, ranks)
+@pytest.mark.parametrize(("terms", "ranks"), [(TERMS, 2), pytest.param(MORE, 3, marks=pytest.mark.slow)], ids=["two", "three"])
+def test_ranks_equal_one_process_with_the_joint_batch(terms: tuple[str, ...], ranks: int) -> None:
+    every_way_equals_one_process(terms, ranks)
 
 
 @pytest.mark.parametrize(
@@ -525,19 +503,3 @@ def test_each_tensor_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loss(**batch, logit_scale=torch.tensor(3.0))
     names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys", "coder_ids")
     assert sorted(map(id, sent[0])) == sorted(id(batch[name]) for name in names) and len(sent) == 1
-
-
-def rounded() -> list[tuple[Step, list[Tensor]]]:
-    return [step_of_way("m_dcl", "all", gather_dtype=dtype) for dtype in ("exact", "bfloat16")]
-
-
-def test_features_and_gradients_rounded_on_the_way() -> None:
-    (exact, _), (short, bank) = gloo.run(rounded)[0]
-    assert exact.collectives == short.collectives == 2 and 0 < abs(short.value - exact.value) < 0.02
-    for key in ("image_features", "text_features"):
-        near, gradient = short.gradients[key], exact.gradients[key]
-        assert near.dtype == torch.float64 and 0 < (near - gradient).abs().max() < 0.02
-    written_rows = (torch.arange(12) + 16) % 13
-    assert torch.equal(bank[0][written_rows], bank[0][written_rows].bfloat16().double())  # keys of all ranks are rounded
-    with pytest.raises(ValueError, match="gather_dtype must be one of exact, bfloat16, got 'float16'"):
-        make_loss("m_dcl", {"momentum": Momentum()}, gather_dtype="float16")

@@ -18,9 +18,10 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, triplet
 from coder_plugin.losses.triplet import Triplet
 from tests.losses.checks import (
+    PAIRS,
     compiles,
     hard_memory,
-    memory_at_32768_pairs,
+    memory_of_pairs,
     raises_halves,
     ranks_equal_one_process,
     stays_finite,
@@ -99,8 +100,7 @@ def test_equals_the_slow_reference(batch: Any, margin: float, kind: dict[str, An
         close(triplet_of_features(images, texts, image_ids=image_ids, margin=margin, implementation=form, **kind), want)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
+@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(0, 7), st.integers(0, 10_000))
 def test_hard_negatives_equal_the_slow_reference(kind: dict[str, Any], n: int, m: int, seed: int) -> None:
     generator, (v, w) = drawing(seed), pair(n, 4, seed=seed)
     hard, ids = hard_negatives(generator, m, 4, n), torch.randint(0, n + 1, (n,), generator=generator)
@@ -112,7 +112,7 @@ def test_hard_negatives_equal_the_slow_reference(kind: dict[str, Any], n: int, m
     close(triplet(v @ w.T, image_ids=ids, **scores, **kind), want)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
 def test_order_of_pairs_and_of_modalities_does_not_matter(kind: dict[str, Any]) -> None:
     images, texts = pair(9, 5, seed=3)
     ids = torch.tensor([1, 2, 2, 3, 1, 5, 6, 7, 1])
@@ -160,7 +160,7 @@ def test_several_features_of_an_image() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
 def test_hard_negatives_that_are_masked_have_no_effect(kind: dict[str, Any], form: str) -> None:
     """An image's own caption among the hard negatives of others, and an empty place: as if they were not there."""
     (v, w), negatives = pair(4, 4, seed=2), rows(drawing(3), 6, 4)
@@ -214,7 +214,7 @@ def test_derivatives(kind: dict[str, Any], form: str) -> None:
             v, w, image_ids=IDS, margin=0.3, negatives=further, implementation=form, **kind
         ).square()
 
-    for shape in TILE_SHAPES[1:] if form == "tiled" else TILE_SHAPES[:1]:
+    for shape in TILE_SHAPES[2::2] if form == "tiled" else TILE_SHAPES[:1]:  # tests/contrast/ has the others
         with tile_shape(**shape):
             for check in (second_order, transforms):
                 check(loss, v, w, further)
@@ -270,8 +270,8 @@ def test_of_equal_negatives_the_hinge_is_the_same(hardest: bool) -> None:
 
 @pytest.mark.parametrize("hardest", [True, False])
 def test_memory(hardest: bool) -> None:
-    ids = torch.empty(32_768, dtype=torch.int64, device="meta")
-    memory_at_32768_pairs(lambda *x: triplet_of_features(*x, image_ids=ids, hardest=hardest), bound=0.8e9)
+    ids = torch.empty(PAIRS, dtype=torch.int64, device="meta")
+    memory_of_pairs(lambda *x: triplet_of_features(*x, image_ids=ids, hardest=hardest), bound=0.44e9)
     hard_memory(lambda *x, **hard: triplet_of_features(*x, hardest=hardest, **hard))
 
 
@@ -300,8 +300,8 @@ def test_compiles(hardest: bool, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_degenerate_batches_stay_finite(form: str) -> None:
-    for kind in KINDS:
-        for negatives in (None, 0, 2):
+    for kind in (KINDS[0], KINDS[-1]):
+        for negatives in (None, 2):
             stays_finite(
                 lambda v, w, ids, m=negatives, k=kind: triplet_of_features(
                     v, w, image_ids=ids, negatives=None if m is None else w[:m], implementation=form, **k
@@ -313,8 +313,6 @@ def test_degenerate_batches_stay_finite(form: str) -> None:
 
 V = torch.zeros(3, 4)
 S = torch.zeros(3, 3)
-F = torch.eye(4)
-of_features = triplet_of_features
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: triplet(V), r"similarity must be square \[n, n\], got \(3, 4\)"),
     (lambda: triplet(V[0]), r"similarity must be square \[n, n\], got \(4,\)"),
@@ -323,9 +321,6 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: triplet(S, reduction="max"), "reduction must be 'mean' or 'sum', got 'max'"),
     (lambda: triplet(S, margin=math.nan), "margin must be finite, got nan"),
     (lambda: triplet(S, margin=math.inf), "margin must be finite, got inf"),
-    (lambda: of_features(F, F[:2]), r"must have one shape \[n, d\], got \(4, 4\) and \(2, 4\)"),
-    (lambda: of_features(F, F, implementation="triton"), "'auto', 'reference' or 'tiled', got 'triton'"),
-    (lambda: of_features(F[:, None], F, implementation="tiled"), "does not support several features"),
     (lambda: triplet(S + 1e30), "similarity holds values of 1.0e\\+30"),
     (lambda: triplet(S, negative_similarity=V[:2]), r"negative_similarity must be \[3, m\], got \(2, 4\)"),
     (lambda: triplet(S, negative_similarity=V[0]), r"negative_similarity must be \[3, m\], got \(4,\)"),
@@ -333,12 +328,6 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: triplet(S, negative_similarity=V, negative_ids=torch.ones(3)), r"negative_ids must have shape \(4,\)"),
     (lambda: triplet(S, negative_similarity=V, negative_valid=torch.ones(4)), "negative_valid must be bool"),
     (lambda: triplet(S, negative_valid=torch.ones(4).bool()), "need negative_similarity"),
-    (lambda: of_features(F, F, negatives=torch.ones(2, 5)), r"negatives must have shape \[m, 4\], got \(2, 5\)"),
-    (lambda: of_features(F, F, negatives=torch.ones(4)), r"negatives must have shape \[m, 4\]"),
-    (lambda: of_features(F, F, negatives=F, negative_ids=torch.ones(3)), r"negative_ids must have shape \(4,\)"),
-    (lambda: of_features(F, F, negatives=F, negative_valid=torch.ones(4)), "negative_valid must be bool"),
-    (lambda: of_features(F, F, negative_ids=torch.ones(2)), "need negatives"),
-    (lambda: of_features(F, F, negatives=F * 1e30), "negatives holds values"),
     (lambda: Triplet(reduction="max"), "reduction must be 'mean' or 'sum', got 'max'"),
     (lambda: Triplet(margin=math.nan), "margin must be finite, got nan"),
     (lambda: Triplet(similarity="sum"), "similarity must be 'cosine' or 'fusion', got 'sum'"),
@@ -365,16 +354,16 @@ def joint() -> dict[str, Tensor]:
     return keys | {"coder_fusion": scores, "coder_epoch": torch.full((n,), 1)}
 
 
-@pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("similarity", ["cosine", "fusion"])
 @pytest.mark.parametrize("options", [{}, {"margin": 0.6}, *KINDS[1:]], ids=str)
-def test_the_term_equals_its_function(options: dict[str, Any], similarity: str, local_loss: bool) -> None:
+def test_the_term_equals_its_function(options: dict[str, Any], similarity: str) -> None:
     keys = joint()
     scores = keys["coder_fusion"] if similarity == "fusion" else keys["image_features"] @ keys["text_features"].T
-    got = make_loss(expression("triplet", {**options, "similarity": similarity}), local_loss=local_loss)(**keys)
-    assert got.keys() == {"triplet_loss"}
     want = triplet(scores, image_ids=keys["coder_ids"], **options)
-    close(got["triplet_loss"], want)
+    for local_loss in (False, True):
+        got = make_loss(expression("triplet", {**options, "similarity": similarity}), local_loss=local_loss)(**keys)
+        assert got.keys() == {"triplet_loss"}
+        close(got["triplet_loss"], want)
     assert not options or abs(want - triplet(scores, image_ids=keys["coder_ids"])) > 1e-3
 
 
@@ -390,7 +379,7 @@ def test_hard_negatives_of_all_images_are_negatives_of_each() -> None:
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
-@pytest.mark.parametrize(("epoch", "hardest"), [(0, False), (1, False), (2, True), (7, True)])
+@pytest.mark.parametrize(("epoch", "hardest"), [(1, False), (2, True)])
 def test_all_negatives_count_in_the_first_epochs(epoch: int, hardest: bool, local_loss: bool) -> None:
     """Value and gradient are those of the one form alone."""
     keys, plain = outputs(), outputs()
@@ -421,10 +410,7 @@ EXPRESSIONS = (
     "triplet(margin=0.5)",
     "triplet(margin=0.5,mask_same_image=false,hardest=false)",
     "triplet(reduction=sum)",
-    "triplet(hardest=false)",
-    "triplet(similarity=fusion,margin=0.5)",
     "triplet(similarity=fusion,reduction=sum,hardest=false)",
-    "triplet(hard_negatives=true)",
     "triplet(hard_negatives=true,hardest=false,reduction=sum)",
     "triplet(hard_negatives=true,reduction=sum,mean_epochs=2)",
 )

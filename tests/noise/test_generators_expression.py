@@ -108,7 +108,7 @@ def test_what_a_person_is_told(text: str, says: str) -> None:
 @pytest.mark.usefixtures("theirs")
 def test_a_mixture_takes_each_of_its_generators_evenly() -> None:
     """One a text, for all its words; a part named twice is drawn twice as often."""
-    n = 8000
+    n = 4000
     noise = parse_noise("plus(amount=1) + plus(amount=2) + plus(amount=3) + plus(amount=3)")
     torch.manual_seed(0)
     embeddings, words = ones(n)

@@ -253,6 +253,7 @@ def test_the_analyses_of_a_model_that_scores_pairs_alone(
 ) -> None:
     """Its towers' embeddings are in no loss: distances are those of the means of the tokens, here in NumPy's float64."""
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("coder_plugin.report.figures.plot_analyses", lambda *_: [])
     encoder, source = make_encoder(data, fusion=False, loss="ascl(similarity=fusion)")
     made = SimpleNamespace(name="a", encoder=lambda: encoder, rerank="all")
     monkeypatch.setattr(compare._Setting, "open", lambda *_: made)

@@ -91,7 +91,8 @@ def test_a_picture_finds_captions_and_itself(index: Path, pictures: Path, capsys
 def test_the_table_and_the_page(index: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a <b>red</b> circle\n\nblue star\n"))
     page = tmp_path / "page.html"
-    assert run(capsys, str(index), "--text", "x", "--where", "key = ''") == "no results: --where is true for no image\n"
+    nothing = ["--text", "x", "--where", "key = ''", "--html", str(tmp_path / "nothing.html")]
+    assert run(capsys, str(index), *nothing) == "no results: --where is true for no image\n"
     lines = run(capsys, str(index), "--text", "-", "-k", "2", "--html", str(page)).splitlines()
     assert lines[0] == "a <b>red</b> circle:" and lines[1].split() == ["score", "image", "caption"]
     assert re.match(r"1  -?\d\.\d{4}  .*\.png  \w", lines[2]) and lines[5] == "blue star:" and len(lines) == 9

@@ -90,7 +90,8 @@ SLOW = pytest.mark.slow
 #: Script, options, and the steps that are compared with the peer of each case.
 SMALL = [
     ("loss_step", "--sizes 8x4", [["one-product InfoNCE", "tiled float32", "bare products"]]),
-    ("loss_step", "--sizes 8x4 --loss ascl --forms reference", [["one-product InfoNCE", "reference float32", "bare products"]]),
+    pytest.param("loss_step", "--sizes 8x4 --loss ascl --forms reference",
+                 [["one-product InfoNCE", "reference float32", "bare products"]], marks=SLOW),
     ("bank_step", "--sizes 4x16 --dim 4", [["reference", "tiled"], ["S and its SD", "moments", "write"]]),
     ("evaluate", "--images 20 --dim 8", [["evaluation", "plain"]]),
     ("fusion", "--images 6 --texts 30 --dim 16 --top 4", [["re-ranked"]]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from coder_plugin.files import (
     remove_leftovers,
     temporary_path,
 )
+from tests import fresh
 
 
 class Broken(Exception):
@@ -113,7 +112,7 @@ def test_a_kill_between_the_renames_of_a_folder_loses_nothing(tmp_path: Path, mo
 def test_temporary_names_differ_and_only_those_of_killed_processes_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     script = f"from coder_plugin.files import temporary_path; temporary_path({str(path)!r}).mkdir()"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert fresh.run(["-c", script]).returncode == 0
     [killed] = tmp_path.iterdir()
     assert killed.name.endswith(".writing") and killed.name.startswith(".folder.")
     running, elsewhere = temporary_path(path), tmp_path / ".folder.another-host.1.01234567.writing"
@@ -159,7 +158,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "inner" / "folder"
     with locked(folder):
         script = f"from coder_plugin.files import locked\nwith locked({str(folder)!r}): pass"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        done = fresh.run(["-c", script])
         assert "CoderError" in done.stderr and "is being written by another process" in done.stderr
     with locked(folder):
         pass

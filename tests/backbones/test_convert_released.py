@@ -18,9 +18,10 @@ from coder_plugin.errors import CoderError
 from scripts import convert_released
 from scripts.convert_released import describe_released, main
 from tests.backbones import releases
+from tests.few import few
 from tests.references import camera, vse_infinity, vsrn
 
-REGIONS, BOTH = 6, ("zip", "old")
+REGIONS = 6
 KINDS = ("vse", "vse without mlp", "vse bigru", "camera", "vsrn", "vsrn bn", "vsrn two layers")
 
 
@@ -225,7 +226,7 @@ def test_files_that_are_no_release(tmp_path: Path) -> None:
         describe_released(str(tmp_path / "b.pth"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS))
 def test_a_tensor_more_less_or_of_another_shape(kind: str, bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
     image, text = states(kind, bert)
     with pytest.raises(CoderError, match=r"a tensor 'extra\.weight' that none"):

@@ -21,6 +21,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import HEADS, export_model, read_heads
 from coder_plugin.pretrained.open import load_model
 from tests.backbones.towers import EVERY, IMAGE, TEXT, images, texts, texts_of
+from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -55,10 +56,10 @@ def weighed(known: dict[str, Tensor], keys: tuple[str, ...]) -> Tensor:
     [
         ("vit", "clip"),
         ("timm-token", "bert-mean"),
-        ("timm-map", "siglip"),
-        ("timm-resnet", "custom"),
+        pytest.param("timm-map", "siglip", marks=pytest.mark.slow),
+        pytest.param("timm-resnet", "custom", marks=pytest.mark.slow),
         ("timm-convnext", "t5"),
-        ("coca", "bert-dense"),
+        pytest.param("coca", "bert-dense", marks=pytest.mark.slow),
     ],
 )
 def test_checkpointing_changes_no_gradient(make, image: str, text: str) -> None:
@@ -102,7 +103,7 @@ def test_gradients_reach_the_towers_own_parameters(make, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "text"), [("vit", "clip"), ("coca", "bert-dense"), ("timm-map", "t5"), ("timm-convnext", "custom")]
+    ("image", "text"), few([("vit", "clip"), ("coca", "bert-dense"), ("timm-map", "t5"), ("timm-convnext", "custom")])
 )
 def test_mixed_and_half_precision(make, image: str, text: str) -> None:
     exact = make(image, text)
@@ -123,7 +124,7 @@ def test_mixed_and_half_precision(make, image: str, text: str) -> None:
 # What is caught, and for whom
 
 
-@pytest.mark.parametrize("image", ["vit", "resnet", "timm-token", "timm-convnext"])
+@pytest.mark.parametrize("image", few(["vit", "resnet", "timm-token", "timm-convnext"]))
 def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
     model = make(image, return_intermediates=["text_locals"])
     assert model.describe_image(images(model)).keys() == {"image_features"}

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 CAMERA_TEXT: dict[str, Any] = {"text_pooling": "mean", "text_context": "camera", "heads": HEADS}
 BIGRU: dict[str, Any] = {"encoder": "bigru", "embed_dim": 4, "word_dim": 3}
-LENGTHS = [[6, 6, 6], [6, 2, 4], [1, 5, 3], [1, 1], [4], [1]]
+LENGTHS = [[6, 2, 4], [1, 1], [4]]
 SIZES = [(640.0, 480.0), (333.0, 500.0), (200.0, 200.0)]
 
 
@@ -128,7 +128,7 @@ def test_images_are_the_authors(kind: str, lengths: list[int], training: bool) -
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("kind", ["camera", "vsrn", "vsrn bn"])
+@pytest.mark.parametrize("kind", ["camera", "vsrn"])
 def test_image_contexts_are_those_of_the_releases(kind: str, normalise: bool, training: bool) -> None:
     """SelfAlign's classes read the context stage's own output, before the base divides each channel by its norm."""
     encoder, state = made(kind)
@@ -172,8 +172,10 @@ def test_padding_may_stand_anywhere(kind: str, options: dict[str, Any], training
     close(encoder(moved).pooled, encoder(batch).pooled)
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "whole"])
 @pytest.mark.parametrize("kind", PEERS)
-def test_gradients(kind: str) -> None:
+def test_gradients(kind: str, whole: bool) -> None:
+    """By default one product of the Jacobian with vectors."""
     encoder, _ = made(kind)
     batch = pictures([3, 1])
 
@@ -182,7 +184,7 @@ def test_gradients(kind: str) -> None:
         return encoder.train()({**batch, "features": rows}).pooled
 
     valid = batch["features"][batch["mask"]].requires_grad_()
-    assert torch.autograd.gradcheck(run, valid)
+    assert torch.autograd.gradcheck(run, valid, fast_mode=not whole)
     features = batch["features"].clone().requires_grad_()
     encoder({**batch, "features": features}).pooled.square().sum().backward()
     assert features.grad is not None and (features.grad[~batch["mask"]] == 0).all()
@@ -192,7 +194,7 @@ def test_gradients(kind: str) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("lengths", [[6, 6, 6], [6, 2, 4], [1, 3], [4], [1]], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_texts_are_the_authors(lengths: list[int], training: bool) -> None:
     ids = torch.randint(1, 20, (len(lengths), 8), generator=torch.Generator().manual_seed(0))
     ids = ids.masked_fill(torch.arange(8) >= torch.tensor(lengths)[:, None], 0)
@@ -288,18 +290,7 @@ def test_positions_of_boxes() -> None:
     assert box_positions(torch.zeros(1, 2, 4)).isfinite().all()
 
 
-def test_bad_options() -> None:
-    bad: list[tuple[dict[str, Any], str]] = [
-        ({"context": "scan"}, "context must be one of none, camera, vsrn"),
-        ({"image_pooling": "sum"}, "image_pooling must be one of"),
-        ({"context": "camera", "heads": 3}, "heads must divide the dimension 8, got 3"),
-        ({"image_pooling": "views", "views": 0}, "views must be 1 or more"),
-    ]
-    for options, message in bad:
-        with pytest.raises(ValueError, match=message):
-            RegionEncoder(sized(**options))
-    with pytest.raises(ValueError, match="needs a recurrent encoder"):
-        BertText(sized(text_pooling="last"), Bert(), pad=0)
+def test_positions_need_boxes() -> None:
     with pytest.raises(ValueError, match="needs the regions' boxes"):
         GatedSelfAttention(DIM, heads=2, positions=True)(torch.ones(1, 2, DIM), torch.ones(1, 2, dtype=torch.bool))
 

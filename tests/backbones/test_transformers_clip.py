@@ -42,11 +42,11 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, str]) -> str:
 
 
 @pytest.fixture
-def altered(folder: str, tmp_path: Path) -> Callable[..., str]:
-    """A copy of the model's folder with other values in one of its files; None removes a value."""
+def altered(folders: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """A copy of the CLIP's folder with other values in one of its files."""
 
     def alter(file: str = "config.json", tower: str | None = None, **values: Any) -> str:
-        copied = shutil.copytree(folder, tmp_path / "altered")
+        copied = shutil.copytree(folders["clip"], tmp_path / "altered")
         content = json.loads((copied / file).read_text())
         changed = content if tower is None else content[tower]
         changed.update(values)
@@ -178,9 +178,9 @@ def trained(model: Any) -> set[str]:
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_locks(folder: str, side: str) -> None:
     prefix = {"image": ("vision_model.", "visual_"), "text": ("text_model.", "text_projection")}[side]
-    unlocked = []
+    unlocked, start = [], create_model(folder, loss="clip")
     for groups in range(5):
-        model = create_model(folder, loss="clip")
+        model = copy.deepcopy(start)
         before = trained(model)
         getattr(model, f"lock_{side}_tower")(groups)
         assert {name for name in before - trained(model)} == {n for n in before if n.startswith(prefix)} - trained(model)
@@ -268,7 +268,8 @@ def test_files_are_checked(altered: Callable[..., str], change: dict[str, Any], 
         create_model(altered(**change), loss="clip")
 
 
-def test_weights_in_parts_are_read_and_checked(folder: str, tmp_path: Path) -> None:
+def test_weights_in_parts_are_read_and_checked(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = folders["clip"]
     whole = create_model(folder, loss="clip").state_dict()
     parts = shutil.copytree(folder, tmp_path / "parts")
     (parts / "model.safetensors").unlink()
@@ -282,7 +283,8 @@ def test_weights_in_parts_are_read_and_checked(folder: str, tmp_path: Path) -> N
         create_model(str(parts), loss="clip")
 
 
-def test_only_safetensors_are_read(folder: str, tmp_path: Path) -> None:
+def test_only_safetensors_are_read(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = folders["clip"]
     copied = shutil.copytree(folder, tmp_path / "pickled")
     (copied / "model.safetensors").unlink()
     torch.save({}, copied / "pytorch_model.bin")
@@ -294,7 +296,8 @@ def test_only_safetensors_are_read(folder: str, tmp_path: Path) -> None:
         create_model(folder, loss="clip", force_image_size=64)
 
 
-def test_a_repository_is_named_by_its_scheme(folder: str, tmp_path: Path) -> None:
+def test_a_repository_is_named_by_its_scheme(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = folders["siglip"]
     with pytest.raises(CoderError, match="-patch32 must be downloaded.*hf download openai/clip-vit-base-patch32 --.*: --model"):
         create_model("transformers:openai/clip-vit-base-patch32", loss="clip", cache_dir=str(tmp_path))
     copy = tmp_path / "models--owner--tiny"  # the layout of the hub's cache
@@ -313,7 +316,8 @@ def test_a_repository_is_named_by_its_scheme(folder: str, tmp_path: Path) -> Non
         create_model("transformers:owner/tiny", loss="clip", cache_dir=str(tmp_path))
 
 
-def test_a_model_without_tokenizer_or_processor(folder: str, tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_or_processor(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = folders["clip"]
     for file in ("config.json", "model.safetensors"):
         shutil.copy(Path(folder, file), tmp_path)
     model = create_model(str(tmp_path), loss="clip")

@@ -96,8 +96,7 @@ def close(got: dict, expected: dict, tolerance: float = 1e-9) -> None:
             assert got[key] == pytest.approx(value, abs=tolerance), key
 
 
-@pytest.mark.parametrize("views", [0, 3])
-@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize(("views", "chunk"), [(0, None), (0, 4), (3, None), (3, 1)])
 def test_reference(views: int, chunk: int | None) -> None:
     images, texts, owner = embeddings(7, 23, 5, views=views)
     expected = reference(images, texts, owner)
@@ -198,9 +197,15 @@ def test_memory_is_a_tile_not_the_matrix(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- nothing to measure, nothing to lose -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [alignment, uniformity])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize(
+    ("function", "bad", "side"),
+    [
+        (alignment, math.nan, "image"),
+        (alignment, -math.inf, "text"),
+        (uniformity, math.inf, "image"),
+        (uniformity, math.nan, "text"),
+    ],
+)
 def test_embeddings_without_a_direction(function, bad: float, side: str) -> None:
     images, texts, owner = embeddings(3, 6, 4, views=2)
     if side == "image":

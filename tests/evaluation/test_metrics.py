@@ -43,8 +43,7 @@ def integer_embeddings(images: int, captions: int, dim: int, seed: int = 0) -> t
 
 
 @pytest.mark.skipif(not VECTORS.exists(), reason=f"no check vectors at {VECTORS}")
-@pytest.mark.parametrize("chunk", [None, 1, 7, 40])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("chunk", "dtype"), [(None, torch.float64), (7, torch.float32)])
 def test_check_vectors(chunk: int | None, dtype: torch.dtype) -> None:
     z = np.load(VECTORS)
     got = recall(torch.from_numpy(z["similarity"]).to(dtype), torch.from_numpy(z["image_of_text"]), chunk=chunk)

@@ -114,8 +114,8 @@ def embedded(images: int, captions: int, seed: int = 0, views: int = 0) -> tuple
     return image, text, matrix, owner[torch.randperm(captions, generator=generator)]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7, 100])
-@pytest.mark.parametrize("k", [1, 2, 5, 12, 13, 30])
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("k", [1, 5, 13, 30])
 @pytest.mark.parametrize("views", [0, 3])
 def test_embeddings_and_their_views_equal_the_loop(k: int, chunk: int | None, views: int) -> None:
     image, text, matrix, owner = embedded(12, 30, views=views)

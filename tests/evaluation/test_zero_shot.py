@@ -18,7 +18,7 @@ from torch import Tensor
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
-from coder_plugin.data import open_source
+from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
@@ -32,6 +32,7 @@ from coder_plugin.pretrained.export import WEIGHTS, export_model
 from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.open import open_pretrained
 from tests import gloo
+from tests.search.made import write_pictures
 from tests.training import region_data
 
 COLOURS = {
@@ -222,16 +223,8 @@ def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Validation data of 30 scenes."""
-    folder = tmp_path_factory.mktemp("few")
-    lines = ["filepath\ttitle"]
-    for number, (_, item) in enumerate(open_source("scenes", split="val").items()):
-        if number == 30:
-            break
-        item.load().save(folder / f"{number}.png")
-        lines += [f"{folder}/{number}.png\t{caption}" for caption in item.captions]
-    (folder / "few.csv").write_text("\n".join(lines))
-    return ["--val-data", str(folder / "few.csv")]
+    """Validation data of 16 scenes."""
+    return ["--val-data", str(write_pictures(tmp_path_factory.mktemp("few"), 16))]
 
 
 def rows(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -289,7 +282,8 @@ def test_before_after_and_between(
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scenes.DEFAULT_COUNTS, "val", 20)
     *got, mean = rows([str(runs / "before"), str(runs / "after"), "--by", "place", "words", "length"], capsys)
     assert mean["name"] == "mean of 2 runs" and mean["rsum"] == pytest.approx((got[0]["rsum"] + got[1]["rsum"]) / 2)
     assert [row["name"].split("/")[-1] for row in got] == ["before", "after", "ensemble of 2"]
@@ -297,7 +291,7 @@ def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert list(row["by"]) == ["place", "words", "length"]
         assert list(row["by"]["place"]) == ["relations", "listing", "pair", "tally", "glimpse"]
         places = row["by"]["place"].values()
-        assert [place["t2i"]["count"] for place in places] == 5 * [100]
+        assert [place["t2i"]["count"] for place in places] == 5 * [20]
         assert sum(place["t2i"]["r10"] for place in places) / 5 == pytest.approx(row["t2i_r10"])
         assert all(place["i2t"]["r10"] <= row["i2t_r10"] + 1e-9 for place in places)
     assert main(["eval", str(runs / "before"), "--export", "last", "--workers", "0", "--by", "place"]) == 0

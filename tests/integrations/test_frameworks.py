@@ -66,7 +66,7 @@ def differences(state: State, other: State) -> list[str]:
 @pytest.mark.parametrize("loss", [pytest.param(BANKS, marks=pytest.mark.slow), "coder"])
 def test_every_loop_trains_to_the_same_bits(runs: Any, tiny_model: str, tmp_path: Path, loss: str) -> None:
     """A raw loop, Hugging Face's Trainer, Lightning and sentence-transformers; and our trainer, which takes the gradient of the
-    features first."""
+    features first. huggingface/sentence-transformers #2723, #3225: its trainer collects the features of both columns."""
     model = runs.make(tiny_model, loss)
     trainer = runs.ours(model, loss, tmp_path)
     assert len(trainer.seen) == trainer.following.steps == runs.STEPS
@@ -112,7 +112,7 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(runs: Any, name: str, 
 def test_a_loop_that_follows_nothing_warns(
     runs: Any, name: str, tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for follows in (True, False):
+    for follows in (True, False) if name == "raw" else (False,):
         with caplog.at_level(logging.WARNING):
             state = runs.train(getattr(runs, name), tiny_model, runs.batches(3), tmp_path, follows=follows)
         warned = [each for each in caplog.records if "call coder_plugin.follow(model, optimizer)" in each.getMessage()]
@@ -136,7 +136,7 @@ def test_a_training_is_resumed_with_its_bank(runs: Any, name: str, tiny_model: s
     assert runs.bank_ids(resumed) == runs.bank_ids(model)
 
 
-@framework
+@pytest.mark.parametrize("name", LOOPS[1:])
 def test_a_trained_logit_scale_stays_below_a_hundred(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
     model = runs.make(tiny_model, "clip")
     with torch.no_grad():
@@ -199,7 +199,7 @@ def a_parameter_among_the_outputs(runs: Any, path: str, folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(model.logit_bias, before) == (loss == "clip")
-        if not OLD_TRANSFORMERS:
+        if loss == "siglip" and not OLD_TRANSFORMERS:
             runs.hugging_face(coder_plugin.create_model(path, loss=loss, init_logit_bias=-10.0), loss, data, folder)
 
 
@@ -338,25 +338,23 @@ def test_trainers_arguments_that_cannot_work_are_refused(runs: Any, tiny_model: 
         runs.CoderTrainer(runs.make(tiny_model, "clip"), loss="clip", args=arguments)
 
 
-@pytest.mark.parametrize("loss", ["clip", BANKS])
-def test_adapters_of_peft_go_into_the_towers_alone(runs: Any, tiny_model: str, loss: str) -> None:
+def test_adapters_of_peft_go_into_the_towers_alone(runs: Any, tiny_model: str) -> None:
     """huggingface/peft #761: merging changes no feature, and the momentum copy averages the adapters."""
     peft = pytest.importorskip("peft")
-    model = runs.make(tiny_model, loss)
+    model = runs.make(tiny_model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"])).train()
-    criterion = coder_plugin.create_loss(loss, model=model)
+    criterion = coder_plugin.create_loss(BANKS, model=model)
     optimizer = torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], lr=0.01)
     coder_plugin.follow(wrapped, optimizer)
-    for batch in runs.batches(6):
+    for batch in runs.batches(3):
         sum(criterion(**wrapped(**batch)).values()).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert [n for n, p in wrapped.named_parameters() if p.requires_grad and (".coder." in n or "lora_" not in n)] == []
-    if loss == BANKS:
-        copied = dict(model.coder.heads["momentum"].towers.model.named_parameters())
-        name = next(name for name, parameter in model.named_parameters() if "lora_B" in name)
-        torch.testing.assert_close(copied[name], torch.zeros_like(copied[name]), atol=0.02, rtol=0)
-        assert copied[name].any() and not torch.equal(copied[name], dict(model.named_parameters())[name])
+    copied = dict(model.coder.heads["momentum"].towers.model.named_parameters())
+    name = next(name for name, parameter in model.named_parameters() if "lora_B" in name)
+    torch.testing.assert_close(copied[name], torch.zeros_like(copied[name]), atol=0.02, rtol=0)
+    assert copied[name].any() and not torch.equal(copied[name], dict(model.named_parameters())[name])
     text = runs.batches(1)[0]["text"]
     with torch.no_grad():
         before = wrapped.eval() and model.embed_text(text)

@@ -190,10 +190,14 @@ def _response(status: int) -> Any:
         (RuntimeError("something\nelse"), "RuntimeError: something else"),
     ],
 )
-def test_the_hubs_errors_say_what_to_do(hub: Hub, shared: Path, error: Exception, match: str, capsys: Any) -> None:
+def test_the_hubs_errors_say_what_to_do(hub: Hub, error: Exception, match: str) -> None:
     hub.fails = error
     with pytest.raises(CoderError, match=f"group/x: .*{match}"):
         coder_plugin.from_pretrained("group/x")
+
+
+def test_sharing_tells_an_error_in_one_line(hub: Hub, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.fails = RuntimeError("something\nelse")
     assert main(["share", str(shared / "lora"), "--repo", "group/x"]) == 2
     assert "coder-plugin: error: group/x: " in (said := capsys.readouterr().err) and said.count("\n") == 1
 

@@ -32,20 +32,25 @@ def evaluation(released: Any, folder: Path, name: str, *further: str) -> list[st
 
 
 def test_weights_bring_their_normalisation(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
-    """A checkpoint and an export; a flag wins."""
+    """A checkpoint and an export; a flag wins. The model is made, and not evaluated."""
+
+    class Made(Exception):
+        pass
+
     made: list[Any] = []
     create = Run.make_model
 
     def watched(self: Run, *args: Any, **options: Any) -> Any:
         made.append(create(self, *args, **options))
-        return made[-1]
+        raise Made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "make_model", watched)
         checkpoint = trained.folder / "checkpoints/epoch_1.pt"
         export = trained.folder / "export/last/open_clip_model.safetensors"
         for name, weights, flags in (("a", checkpoint, []), ("b", export, []), ("c", export, ["--image-mean", *3 * ["0.1"]])):
-            runs.train(evaluation(released, tmp_path, name, *CODER, "--pretrained", str(weights), *flags))
+            with pytest.raises(Made):
+                runs.train(evaluation(released, tmp_path, name, *CODER, "--pretrained", str(weights), *flags))
     for model, _, transform in made[:2]:
         assert tuple(model.visual.preprocess_cfg["mean"]) == tuple(transform.transforms[-1].mean) == (0.5, 0.4, 0.3)
     assert tuple(made[2][2].transforms[-1].mean) == (0.1, 0.1, 0.1)
@@ -61,31 +66,21 @@ def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any,
     assert runs.train(evaluation(released, tmp_path, "b", "--loss", "dcl", *weights)).logged("val/rsum")
 
 
-@pytest.mark.parametrize(
-    "further, message",
-    [
-        ([*CODER], "--coder-heads-lr-scale 10"),
-        pytest.param([*CODER, "--coder-heads-lr-scale", "3"], "--coder-heads-lr-scale 10", marks=pytest.mark.slow),
-        ([*CODER, "--coder-heads-lr-scale", "10", "--coder-context-blocks", "2"], "context-blocks 1, this run has 2"),
-        (["--loss", "clip + m_dcl", "--coder-heads-lr-scale", "10"], "was trained with --loss"),
-    ],
-)
-def test_resuming_with_other_settings_is_refused(
-    further: list[str], message: str, trained: runs.Ran, released: Any, tmp_path: Path
-) -> None:
+def test_resuming_with_other_settings_is_refused(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    """test_open_clip_saving.py has the other settings."""
     resume = ["--resume", str(trained.folder / "checkpoints" / "epoch_1.pt")]
-    with pytest.raises(CoderError, match=message):
-        runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, *resume, epochs=2))
+    with pytest.raises(CoderError, match="--coder-heads-lr-scale 10"):
+        runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *CODER, *resume, epochs=2))
 
 
 @pytest.mark.parametrize("loss", [pytest.param("dcl", marks=pytest.mark.slow), "clip + ascl"])
 def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     teacher = str(trained.folder / "export" / "last" / "open_clip_model.safetensors")
     further = ["--loss", loss, "--distill-model", Path(released.models["vit"]).stem, "--distill-pretrained", teacher]
-    ran = runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, epochs=2))
+    ran = runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, epochs=1))
     distilled = ran.logged("train/distill_loss")
-    assert len(distilled) == 4 and all(0 < each < 10 for each in distilled)
-    assert ran.saved(2)["state_dict"]["logit_scale"].ndim == 0
+    assert len(distilled) == 2 and all(0 < each < 10 for each in distilled)
+    assert ran.saved(1)["state_dict"]["logit_scale"].ndim == 0
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "pure_bf16"])

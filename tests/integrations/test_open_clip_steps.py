@@ -80,7 +80,8 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", Overflowing)
     flags = {"batch_size": 8, "accum_freq": 2, "precision": "amp", "save_frequency": 1, "epochs": 2}
-    line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "coder", *CODER, **flags)
+    loss = ["--loss", "m_dcl", "--coder-set", "momentum.bank_size=64"]
+    line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], *loss, **flags)
     with gradients() as steps:
         ran = runs.train(line)
     saved = [ran.saved(epoch) for epoch in (1, 2)]

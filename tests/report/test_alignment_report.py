@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 from coder_plugin import create_model
-from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -25,22 +24,14 @@ from coder_plugin.pretrained.build import make_transform
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report.alignment import LOCALS, Aligner, Alignment
 from coder_plugin.report.figures import plot_alignment, write_alignments
+from tests import region_model
 from tests.training import region_data
 
 RECORDS = list(region_data.records("dev"))
 
 
 def region_encoder(objective: str = "dcl", **options: Any) -> Encoder:
-    torch.manual_seed(0)
-    words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
-    made = {
-        "region_dim": region_data.CHANNELS,
-        "embed_dim": 16,
-        "word_dim": 16,
-        "vocabulary": words,
-        "context_length": 12,
-    }
-    model = create_model("region-bigru", loss=objective, **{**made, **options})
+    model = region_model.make(objective, **{"word_dim": 16, "context_length": 12, **options})
     return Encoder(model, model.tokenizer(), model.transform(max_regions=8), device=torch.device("cpu"), workers=0)
 
 

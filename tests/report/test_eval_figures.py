@@ -14,8 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from coder_plugin import create_model
-from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.cli.eval import Command, evaluate_command
 from coder_plugin.config import DataConfig, TrainConfig
@@ -28,6 +26,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import compare
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import eval_figures
+from tests import region_model
 from tests.training import region_data
 
 
@@ -43,12 +42,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_encoder(data: str, seed: int = 0, loss: str = "dcl") -> tuple[Encoder, Any]:
-    torch.manual_seed(seed)
-    source = open_source(data, split="dev")
-    words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
-    options = {"region_dim": 12, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 16}
-    model = create_model("region-bigru", loss=loss, **options)
-    return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0), source
+    model = region_model.make(loss, seed=seed, word_dim=16)
+    encoder = Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0)
+    return encoder, open_source(data, split="dev")
 
 
 def test_flags_are_checked(tmp_path: Path) -> None:

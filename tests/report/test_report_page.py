@@ -47,7 +47,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         trainer.run()
         assert main(["report", str(trainer.folder), "--images", "3"]) == 0
         text = (trainer.folder / "report.html").read_text(encoding="utf-8")
-        yield {"trainer": trainer, "folder": trainer.folder, "text": text}
+        yield {"trainer": trainer, "folder": trainer.folder, "text": text, "encoded": trainer.encoder(trainer.val)}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def few(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     """The arguments of a report with the trainer's model and few images; its map is no t-SNE, which takes longer."""
     monkeypatch.setattr("coder_plugin.report.sections.tsne", lambda vectors: vectors[:, :2])
     trainer = made["trainer"]
-    return {"encoder": trainer.encoder, "source": trainer.val, "encoded": trainer.encoder(trainer.val), "images": 2}
+    return {"encoder": trainer.encoder, "source": trainer.val, "encoded": made["encoded"], "images": 2}
 
 
 def section(text: str, name: str) -> str:
@@ -116,7 +116,7 @@ def hits(block: str) -> list[tuple[str, bool, float]]:
 
 
 def test_truths_are_where_brute_force_has_them(made: dict[str, Any]) -> None:
-    encoded = made["trainer"].encoder(made["trainer"].val)
+    encoded = made["encoded"]
     blocks = section(made["text"], "examples").split("<h3>")[1:]
     assert [block.split("<")[0] for block in blocks] == [
         f"{way}, {which}" for way in ("Text to image", "Image to text") for which in ("best", "worst")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from coder_plugin import create_model
-from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
@@ -18,6 +16,7 @@ from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import tsne as module
 from coder_plugin.report.alignment import Aligner
 from coder_plugin.report.tsne import Points, collect_points, measure_points, plot_tsne
+from tests import region_model
 from tests.training import region_data
 
 RECORDS = list(region_data.records("dev"))
@@ -30,16 +29,7 @@ def sklearn():
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
-    torch.manual_seed(0)
-    words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
-    options = {
-        "region_dim": region_data.CHANNELS,
-        "embed_dim": 16,
-        "word_dim": 16,
-        "vocabulary": words,
-        "context_length": 12,
-    }
-    model = create_model("region-bigru", loss="dcl", **options)
+    model = region_model.make(word_dim=16, context_length=12)
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0)
 
 

@@ -22,8 +22,6 @@ import pytest
 import torch
 from PIL import Image
 
-import coder_plugin
-from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
@@ -39,6 +37,7 @@ from coder_plugin.pretrained.open import open_pretrained
 from coder_plugin.search import embed as embedding
 from coder_plugin.search.embed import EmbedJob, as_type, embedded
 from coder_plugin.search.parquet import read_npy
+from tests import region_model
 from tests.search.made import write_model, write_pictures
 from tests.training import region_data
 
@@ -96,11 +95,7 @@ def test_files_hold_what_the_encoder_gives(model: str, tmp_path: Path) -> None:
 
 def test_regions_with_tokens(tmp_path: Path) -> None:
     data = region_data.write_precomp(tmp_path)
-    torch.manual_seed(3)
-    words = build_vocabulary(caption for record in region_data.records("dev") for caption in record.captions)
-    options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    model = coder_plugin.create_model("region-bigru", loss="dcl + ascl(similarity=fusion)", **options)
-    export_model(model, tmp_path / "export")
+    export_model(region_model.make("dcl + ascl(similarity=fusion)", seed=3), tmp_path / "export")
     job = job_of(str(tmp_path / "export"), data, tmp_path / "e", split="dev", tokens=None, rows_per_file=10)
     assert job.run(shown=False).files == 3
     encoded = open_pretrained(tmp_path / "export").encoder(workers=0, batch_size=3)(open_source(data, split="dev"))

@@ -226,6 +226,7 @@ def test_foreign_and_unfinished_folders(tmp_path: Path) -> None:
     (tmp_path / "notes" / "a.txt").write_text("x")
     with pytest.raises(CoderError, match=r"holds no index and is not empty \(a.txt\)"):
         build_index(tmp_path / "notes", tmp_path / "e")
+    assert (tmp_path / "notes" / "a.txt").read_text() == "x"
     with pytest.raises(CoderError, match="notes is not an index: it has no index.json"):
         Index(tmp_path / "notes")
     with pytest.raises(CoderError, match="with fewer lists, HNSW32 or Flat"):

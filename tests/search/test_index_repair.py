@@ -1,4 +1,4 @@
-"""An index keeps other files in its folder, repairs what is derived, and refuses notes of strangers."""
+"""An index repairs what is derived, and refuses notes of strangers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,6 @@ def keys_of(folder: Path) -> list[str]:
     index = Index(folder)
     return sorted(image.key for image in index.records.images(range(index.size("images"))))
 
-
-def test_other_arrays_in_the_folder_are_neither_taken_nor_deleted(tmp_path: Path) -> None:
-    embed(tmp_path / "e")
-    (tmp_path / "index").mkdir()
-    np.save(tmp_path / "index" / "train_ims.npy", np.zeros(3))
-    with pytest.raises(CoderError, match="is not empty .train_ims.npy"):
-        build_index(tmp_path / "index", tmp_path / "e")
-    assert np.load(tmp_path / "index" / "train_ims.npy").shape == (3,)
 
 
 def test_what_is_derived_is_built_again_from_the_parquet_files(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coder_plugin.data import scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.search import mine, mining_options
 from coder_plugin.search.index import Index
@@ -258,7 +259,8 @@ def test_an_index_without_captions_is_refused(index: Index) -> None:
 
 
 @pytest.mark.parametrize("module", [mine, mining_options], ids=lambda module: module.__name__)
-def test_the_examples_run(module: Any) -> None:
+def test_the_examples_run(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scenes.DEFAULT_COUNTS, "val", 20)  # the data of one of them
     failed, tried = doctest.testmod(module)
     assert tried and not failed
 

@@ -25,8 +25,7 @@ def table_of(folder: Path) -> Table:
     return Table(sorted(folder.glob("*.parquet")))
 
 
-@pytest.mark.parametrize("views", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("views", "dtype"), [(1, "float32"), (3, "float16")])
 def test_what_is_written_is_read(tmp_path: Path, views: int, dtype: str) -> None:
     """Seven hundred rows are three groups; rows of both files in any order."""
     vectors = embed(tmp_path, units=2, rows=700, views=views, dtype=dtype, tokens=True)
@@ -160,7 +159,7 @@ def test_a_flipped_bit_changes_no_value_in_silence(tmp_path: Path) -> None:
     expected = [batch.to_pylist() for _, batch in whole.batches(whole.names)]
     draw = random.Random(0)
     flipped = tmp_path / "00000000.parquet"
-    for _ in range(120):
+    for _ in range(60):
         changed = bytearray(content)
         bit = draw.randrange(8 * len(content))
         changed[bit // 8] ^= 1 << bit % 8
@@ -172,7 +171,7 @@ def test_a_flipped_bit_changes_no_value_in_silence(tmp_path: Path) -> None:
             refused += 1
         else:
             assert found == expected or table.names != whole.names, f"bit {bit}"
-    assert refused > 60
+    assert refused > 30
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\x80\x04.", np.array([None]).dumps()])

@@ -26,7 +26,7 @@ from coder_plugin.search.parquet import read_npy
 from coder_plugin.search.searcher import Searcher, open_searcher
 from tests.search.made import write_model, write_pictures
 
-COUNT = 24
+COUNT = 16
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def engine(searcher: Searcher) -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(engine: Engine, made: Made) -> Any:
     return connect(engine, made)
 

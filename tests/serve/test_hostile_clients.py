@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -274,9 +275,11 @@ def test_a_client_that_leaves_in_an_upload_is_one_line(server: Live) -> None:
     assert not [name for name in names if "deleted" in name]  # the file in which an upload is kept
 
 
-def test_more_requests_than_allowed_are_told_to_come_back(made: Made, tmp_path: Path) -> None:
-    main = partial(crowded, go=tmp_path / "go")
-    with running(tmp_path, str(made.index), "--max-requests", "1", main=main) as live, contextlib.ExitStack() as held:
+def test_more_requests_than_allowed_are_told_to_come_back_and_ctrl_c_ends_it(made: Made, tmp_path: Path) -> None:
+    main, flags = partial(crowded, go=tmp_path / "go"), ["--max-requests", "1", "--data", str(tmp_path)]
+    with running(tmp_path, str(made.index), *flags, main=main) as live, contextlib.ExitStack() as held:
+        shown = "the pictures' own files are not found, so thumbnails are shown: --data FOLDER says where they are"
+        assert shown in live.errors.read_text()
         deadline = time.monotonic() + 30
         while get(live, "/healthz") != 503:  # of those that come at the same moment some may be closed as waiting
             client = held.enter_context(connect(live))
@@ -286,6 +289,12 @@ def test_more_requests_than_allowed_are_told_to_come_back(made: Made, tmp_path: 
         (tmp_path / "go").touch()
         while get(live, "/healthz") != 200:
             assert time.monotonic() < deadline
+        held.close()
+        os.kill(live.process.pid, signal.SIGINT)
+        live.process.join(20)
+        assert live.process.exitcode == 130
+        assert live.errors.read_text().splitlines()[-1] == "coder-plugin: interrupted"
+        assert "Traceback" not in live.errors.read_text()
 
 
 def crowded(arguments: list[str], go: Path) -> int:

@@ -29,10 +29,9 @@ def picture(kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write(root: Path) -> Path:
     """``inside`` may be opened, ``outside`` not."""
-    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside, outside = root / "inside", root / "outside"
     for each in (inside / "deep", outside):
         each.mkdir(parents=True)
         (each / "a.png").write_bytes(picture())
@@ -51,7 +50,18 @@ def folder(tmp_path: Path) -> Path:
     with tarfile.open(inside / "small.tar.gz", "w:gz") as tar:
         tar.add(inside / "deep" / "a.png", "a.png")
     (inside / "torn.tar").write_bytes((inside / "shard.tar").read_bytes()[:1900])
-    return tmp_path
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("originals"))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """To change."""
+    return write(tmp_path)
 
 
 def content(folder: Path, record: Any) -> bytes | None:
@@ -111,16 +121,16 @@ def test_anything_else_is_not_opened(folder: Path, record: Callable[[Path], Reco
     assert not files or len(os.listdir("/proc/self/fd")) <= files
 
 
-def test_types_are_those_of_the_content(folder: Path) -> None:
+def test_types_are_those_of_the_content(own: Path) -> None:
     types = {}
     for kind in FORMATS:
-        (folder / "inside" / "picture.html").write_bytes(picture(kind))
-        found = Originals([folder / "inside"]).open(Record("picture.html"))
+        (own / "inside" / "picture.html").write_bytes(picture(kind))
+        found = Originals([own / "inside"]).open(Record("picture.html"))
         assert found is not None and b"".join(found.chunks()) == picture(kind) and found.file.closed
         types[kind] = found.media_type
     assert types == {kind: f"image/{kind.lower()}" for kind in FORMATS}
-    (folder / "inside" / "picture.html").write_bytes(b"BM is no picture but a text")
-    assert content(folder, Record("picture.html")) is None
+    (own / "inside" / "picture.html").write_bytes(b"BM is no picture but a text")
+    assert content(own, Record("picture.html")) is None
 
 
 def test_a_picture_may_be_too_large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +141,13 @@ def test_a_picture_may_be_too_large(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert content(folder, Record("deep/a.png")) == picture()
 
 
-def test_a_tar_file_that_changes_is_read_again(folder: Path) -> None:
-    shard = folder / "inside" / "shard.tar"
-    assert content(folder, Record("", str(shard), "deep/y.png")) == picture()
+def test_a_tar_file_that_changes_is_read_again(own: Path) -> None:
+    shard = own / "inside" / "shard.tar"
+    assert content(own, Record("", str(shard), "deep/y.png")) == picture()
     with tarfile.open(shard, "w") as tar:
-        tar.add(folder / "inside" / "deep" / "a.png", "deep/y.png")
+        tar.add(own / "inside" / "deep" / "a.png", "deep/y.png")
     os.utime(shard, ns=(1, 1))
-    assert content(folder, Record("", str(shard), "deep/y.png")) == picture()
+    assert content(own, Record("", str(shard), "deep/y.png")) == picture()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,17 +151,6 @@ def test_a_server_that_is_gone_is_said(tab: Page, server: Live) -> None:
     finally:
         tab.call("Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1)
 
-
-def test_it_answers_and_ends_with_ctrl_c(made: Made, tmp_path: Path) -> None:
-    with running(tmp_path, str(made.index), "--data", str(tmp_path)) as live:
-        assert json.load(urllib.request.urlopen(f"{live.url}healthz", timeout=20)) == {"status": "ok"}
-        shown = "the pictures' own files are not found, so thumbnails are shown: --data FOLDER says where they are"
-        assert shown in live.errors.read_text()
-        os.kill(live.process.pid, signal.SIGINT)
-        live.process.join(20)
-        assert live.process.exitcode == 130
-        assert live.errors.read_text().splitlines()[-1] == "coder-plugin: interrupted"
-        assert "Traceback" not in live.errors.read_text()
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_mistakes(tiny_model, options, items, arguments, message):
         Trainer(**{"model": tiny_model, "loss": "clip", "train": items, "config": options("run"), **arguments})
 
 
-@pytest.mark.parametrize("read", ["check", "losses", "metrics"])
+@pytest.mark.parametrize("read", ["check", "metrics"])
 def test_a_norm_is_checked_after_the_figures_were_read(tiny_model, options, items, read):
     class ReadsEarly(Trainer):
         def training_step(self, batches):
@@ -408,6 +408,8 @@ def test_dry_run_says_where_each_value_comes_from(tmp_path, capsys):
     [
         ("region_dropout", 1.0, "--region-dropout must be < 1 (a fraction of all), got 1.0"),
         ("word_dropout", 1.5, "--word-dropout must be < 1 (a fraction of all), got 1.5"),
+        ("max_regions", 0, "--max-regions must be at least 1, got 0"),
+        ("text_lr_scale", -1.0, "--text-lr-scale must be >= 0, got -1.0"),
         ("context_blocks", 0, "--context-blocks must be at least 1, got 0"),
         ("lora_alpha", 0.0, "--lora-alpha must be > 0, got 0.0"),
     ],

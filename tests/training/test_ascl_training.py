@@ -61,7 +61,7 @@ TOLD = {
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
-        pytest.param(kind, model, marks=[pytest.mark.slow] * ("one word" not in kind))
+        pytest.param(kind, model, marks=[pytest.mark.slow] * (kind != "one caption of one word"))
         for kind, model in zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False)
     ],
 )

@@ -282,26 +282,6 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path, tiny_model, op
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
-@pytest.mark.parametrize("stop_at", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
-def test_a_stopped_run_resumes_at_the_next_step(tmp_path, tiny_model, options, items, stop_at):
-    val = open_scenes("val", count=6)
-
-    def train(name: str, callbacks: Any = (), **changes: Any) -> Trainer:
-        config = options(name, val_frequency=1, **changes)
-        trainer = Trainer(model=tiny_model, loss="clip", train=items, val=val, config=config, callbacks=callbacks)
-        trainer.run()
-        return trainer
-
-    whole = train("whole")
-    stopped = train("stopped", [Recorder(stop_at=stop_at)])
-    assert (stopped.step, stopped.epoch) == (stop_at, stop_at // STEPS)
-    resumed = train("stopped", resume="latest")
-    assert (resumed.step, resumed.epoch) == (2 * STEPS, 2)
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    weights = whole.model.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
-
-
 # Options that a finished model or loss cannot take
 
 

@@ -115,7 +115,8 @@ CODER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("accum_freq", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # test_region_training.py has all heads at once
+@pytest.mark.parametrize("accum_freq", [1, 2])
 def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path, accum_freq):
     options = {**CODER, "accum_freq": accum_freq, "ema_decay": 0.9, "epochs": 4 - accum_freq}
     Trainer.from_config(config(tmp_path, "whole", **options)).run()

@@ -302,7 +302,7 @@ def test_a_flipped_bit_is_refused_by_name(pair: tuple[Path, Path], tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_refused_by_name_long(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    counts = _flip(pair, tmp_path, 30)
+    counts = _flip(pair, tmp_path, 42)
     print(f"\nbits flipped in exports: {counts}")
 
 

@@ -54,15 +54,14 @@ def test_few_blocks_are_not_run() -> None:
     assert [Path(name.partition(":")[0]).stem for name in skipped] == pages, skipped
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.name)
-def test_python_blocks_name_what_exists(page: Path) -> None:
-    for node in ast.walk(ast.parse(python(page))):
+def test_python_blocks_name_what_exists() -> None:
+    for page, node in ((each, node) for each in PAGES for node in ast.walk(ast.parse(python(each)))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("coder_plugin"):
             module = importlib.import_module(node.module or "")
             for alias in node.names:
-                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                assert hasattr(module, alias.name), f"{page.name}: {node.module} has no {alias.name}"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "coder_plugin":
-            assert hasattr(importlib.import_module("coder_plugin"), node.attr), f"coder_plugin has no {node.attr}"
+            assert hasattr(importlib.import_module("coder_plugin"), node.attr), f"{page.name}: coder_plugin has no {node.attr}"
 
 
 #: A path in code quotes, such as `losses/dcl.py`, in the pages that map the repository.
@@ -95,19 +94,17 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+def test_links_lead_somewhere() -> None:
+    for page, target in ((each, target) for each in PAGES for target in re.findall(r"\]\(([^)\s]+)\)", each.read_text())):
         if re.match(r"\w+:", target):
             continue
         file, _, fragment = target.partition("#")
         path = (page.parent / file) if file else page
-        assert path.exists(), target
+        assert path.exists(), f"{page.name}: {target}"
         if fragment and path.suffix == ".md":
             headings = re.findall(r"^#+ +(.*)$", path.read_text(), flags=re.M)
             named = re.findall(r'<a id="([^"]+)">', path.read_text())
-            assert fragment in {*named, *(anchor(heading) for heading in headings)}, target
+            assert fragment in {*named, *(anchor(heading) for heading in headings)}, f"{page.name}: {target}"
 
 
 #: Notes outside the repository and words that a reader of the field cannot know.

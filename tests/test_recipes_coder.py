@@ -112,50 +112,50 @@ def test_no_recipe_of_coder_is_left_out():
     assert ours == {*CHANGES, *OTHERS, *PEERS}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_objective_in_numbers(name):
-    changes = CHANGES[name]
-    absent = {owner for owner, value in changes.items() if value is None}
-    wanted = {**FULL, **changes}
-    wanted = {key: value for key, value in wanted.items() if key.partition(".")[0] not in absent}
-    if name in ("coder-clip", "coder-frozen"):  # their number of prototypes follows from the data
-        wanted["prototypes.clusters"] = 10_000
-    found = resolved(name)
-    assert {key: found[key] for key in wanted} == wanted
-    assert owners(found) - {"ids", "progress"} == owners(wanted), "terms and heads"
+def test_the_objectives_in_numbers():
+    for name, changes in CHANGES.items():
+        absent = {owner for owner, value in changes.items() if value is None}
+        wanted = {**FULL, **changes}
+        wanted = {key: value for key, value in wanted.items() if key.partition(".")[0] not in absent}
+        if name in ("coder-clip", "coder-frozen"):  # their number of prototypes follows from the data
+            wanted["prototypes.clusters"] = 10_000
+        found = resolved(name)
+        assert {key: found[key] for key in wanted} == wanted, name
+        assert owners(found) - {"ids", "progress"} == owners(wanted), f"terms and heads of {name}"
 
 
-@pytest.mark.parametrize("name", ["coder/table2-1", *PEERS])
-def test_the_peer_in_numbers(name):
+def test_the_peers_in_numbers():
     """VSE-infinity's loss: summed hinges, margin 0.2, all negatives in the first epoch."""
-    found = {key: value for key, value in resolved(name).items() if not key.startswith("progress.")}
-    assert found == {
-        "triplet": 1.0, "triplet.margin": 0.2, "triplet.hardest": True, "triplet.reduction": "sum", "triplet.mean_epochs": 1,
-        "triplet.similarity": "cosine", "triplet.mask_same_image": True, "triplet.hard_negatives": False,
-    }  # fmt: skip
+    for name in ("coder/table2-1", *PEERS):
+        found = {key: value for key, value in resolved(name).items() if not key.startswith("progress.")}
+        assert found == {
+            "triplet": 1.0, "triplet.margin": 0.2, "triplet.hardest": True, "triplet.reduction": "sum",
+            "triplet.mean_epochs": 1, "triplet.similarity": "cosine", "triplet.mask_same_image": True,
+            "triplet.hard_negatives": False,
+        }, name  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *OTHERS, *PEERS])
-def test_the_run_in_numbers(name):
-    wanted = {**SETTINGS, **(_LETTER if name.endswith("-printed") else {})}
-    if name.endswith("-bigru"):
-        wanted |= {"model": "region-bigru", "text_lr_scale": 1.0}
-    if name.startswith("coder/fig3-"):
-        wanted["batch_size"] = int(name.split("-")[1])
-    if name == "coder-clip":
-        wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "grad_clip_norm": None}
-        wanted |= {"captions": "draw", "aggregator": "tower", "heads_lr_scale": 1.0}
-    if name == "coder-frozen":
-        wanted = {"model": "ViT-B-32", "lr": 3e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
-        wanted |= {"captions": "all", "batch_size": 128, "lock_image": True, "lock_text": True}
-    flat = configuration(name).to_flat()
-    assert {key: flat[key] for key in wanted} == wanted
+def test_the_runs_in_numbers():
+    for name in (*CHANGES, *OTHERS, *PEERS):
+        wanted = {**SETTINGS, **(_LETTER if name.endswith("-printed") else {})}
+        if name.endswith("-bigru"):
+            wanted |= {"model": "region-bigru", "text_lr_scale": 1.0}
+        if name.startswith("coder/fig3-"):
+            wanted["batch_size"] = int(name.split("-")[1])
+        if name == "coder-clip":
+            wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine"}
+            wanted |= {"grad_clip_norm": None, "captions": "draw", "aggregator": "tower", "heads_lr_scale": 1.0}
+        if name == "coder-frozen":
+            wanted = {"model": "ViT-B-32", "lr": 3e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
+            wanted |= {"captions": "all", "batch_size": 128, "lock_image": True, "lock_text": True}
+        flat = configuration(name).to_flat()
+        assert {key: flat[key] for key in wanted} == wanted, name
 
 
-@pytest.mark.parametrize("name", ["coder-f30k", "coder-coco", "coder-f30k-printed", "coder-coco-printed", "vse-infinity"])
-def test_the_rate_is_2e_4_for_15_epochs_and_2e_5_for_15(name):
-    assert rates(name) == pytest.approx([2e-4] * 15 + [2e-5] * 15, rel=1e-9)
-    assert first_rate(name) == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5)  # a tenth of the warm-up
+def test_the_rate_is_2e_4_for_15_epochs_and_2e_5_for_15():
+    for name in ("coder-f30k", "coder-coco", "coder-f30k-printed", "coder-coco-printed", "vse-infinity"):
+        assert rates(name) == pytest.approx([2e-4] * 15 + [2e-5] * 15, rel=1e-9), name
+        assert first_rate(name) == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5), name  # a tenth of the warm-up
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,9 @@ class FullHelp(Help):
 
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.formatter_class = FullHelp
+        brief, parser.formatter_class = parser.formatter_class, FullHelp
         parser.print_help()
+        parser.formatter_class = brief
         parser.exit()
 
 

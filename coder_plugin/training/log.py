@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from coder_plugin.training.trackers import start_tracker, tracker_names
 _log = logging.getLogger(__name__)
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of the packages that a result depends on."""
     numbers = {"python": sys.version.split()[0]}

@@ -19,17 +19,13 @@ from coder_plugin.config import resolve
 REMOTE = "pipe:cat {0..3}.tar"
 
 
-@pytest.mark.parametrize(
-    "location",
-    [
+def test_locations_that_only_their_reader_can_look_up() -> None:
+    for location in (
         "shards/{00000..00099}.tar", "shards/*.tar", "a.tar::b.tar", "pipe:aws s3 cp s3://bucket/a.tar -",
         "hf://datasets/owner/name/train-{0..3}.tar", "s3://bucket/{a,b}.tar", "https://example.org/pairs.csv",
         "file:/data/train-0.tar", "file:///data/train-0.tar", "${DATA}/{0..3}.tar", "scenes",
-    ],
-)  # fmt: skip
-def test_locations_that_only_their_reader_can_look_up(location: str) -> None:
-    for name in ("train_data", "val_data"):
-        check_options({name: location})
+    ):  # fmt: skip
+        check_options({"train_data": location, "val_data": location})
 
 
 def test_validation_data_that_are_training_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -20,34 +20,22 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("--loss=dcl train", ["unknown option --loss", "coder-plugin train --help-all"]),
     ("train --bach-size 8", ["coder-plugin train", "unknown option --bach-size", "did you mean --batch-size?"]),
     ("train --batch_size 8", ["unknown option --batch_size", "did you mean --batch-size?"]),
-    ("train --learning-rate 1e-3", ["unknown option --learning-rate", "did you mean --lr?"]),
-    ("train --num-epochs 3", ["unknown option --num-epochs", "did you mean --epochs?"]),
-    ("train --weight_decay 0.1", ["unknown option --weight_decay", "did you mean --wd?"]),
     ("train --Learning_Rate 1", ["unknown option --Learning_Rate", "did you mean --lr?"]),
     ("train --max-iters 9", ["unknown option --max-iters", "did you mean --max-steps?"]),
     ("train --device cuda", ["unknown option --device: a GPU is used where there is one", "CUDA_VISIBLE_DEVICES"]),
-    ("eval --gpus 2", ["unknown option --gpus: a GPU is used where there is one"]),
     ("train --beta2 0.98", ["unknown option --beta2: write --open-clip beta2=VALUE"]),
     ("train --open-clip beta3=1", ["--open-clip beta3=1: write OPTION=VALUE, with one of", "beta2, eps"]),
     ("train --open-clip beta2", ["--open-clip beta2: write OPTION=VALUE"]),
-    ("train --open-clip lr=1", ["--open-clip lr=1: write OPTION=VALUE, with one of"]),
     ("train --open-clip beta2=high", ["--open-clip beta2 is 'high'; it must be a number"]),
     ("train --max-steps 0", ["--max-steps must be at least 1, got 0"]),
-    ("train --output runs", ["unknown option --output", "did you mean --logs?"]),
     ("train --nonsense", ["unknown option --nonsense", "coder-plugin train --help-all"]),
     ("train --help-al", ["did you mean --help-all?"]),
     ("train --batch-size abc", ["--batch-size: 'abc' is not a whole number", "--help-all"]),
-    ("train --batch-size 1.5", ["--batch-size: '1.5' is not a whole number"]),
     ("train --lr fast", ["--lr: 'fast' is not a number"]),
     ("train --lr", ["--lr: expected one argument"]),
     ("train --lr -1", ["--lr must be > 0, got -1"]),
-    ("train --lr nan", ["--lr must be > 0, got nan"]),
-    ("train --epochs 0", ["--epochs must be at least 1, got 0"]),
-    ("train --workers -1", ["--workers must be at least 0, got -1"]),
     ("train --ema-decay 2", ["--ema-decay must be in (0, 1), got 2"]),
     ("train --precision fp8", ["--precision: 'fp8' is not allowed", "auto, fp32, amp"]),
-    ("train --precision fp23", ["did you mean 'fp32'?"]),
-    ("train --captions one", ["--captions: 'one' is not allowed", "draw, all"]),
     ("train --warmup 3 --warmup-epochs 1", ["--warmup and --warmup-epochs both set", "give one"]),
     ("train pairs.csv", ["unexpected 'pairs.csv'", "follows its option"]),
     ("train --json", ["--json prints the plan", "add --dry-run"]),
@@ -57,12 +45,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --loss '3*dlc'", ["column 3", "unknown loss or objective 'dlc'", "did you mean 'dcl'?"]),
     ("train --loss 'dcl + infonce'", ["column 7", "unknown loss or objective 'infonce'; did you mean 'clip' (InfoNCE)?"]),
     ("train --loss Info_NCE-loss", ["unknown loss or objective 'Info_NCE-loss'; did you mean 'clip' (InfoNCE)?"]),
-    ("train --loss contrastive", ["did you mean 'clip' (InfoNCE)?"]),
-    ("train --loss SigmoidLoss", ["did you mean 'siglip'?"]),
     ("losses", ["unknown command 'losses': coder-plugin plugins losses lists them; commands: train"]),
     ("train --loss 'clip + 0.5*spread'", ["column 12", "is known in that process", "an entry point", "docs/plugins.md"]),
     ("train --loss 'dcl + + clip'", ["column 7", "expected a loss or an objective, found '+'"]),
-    ("train --loss 'dcl(mu='", ["column 8", "a value is missing after '='"]),
     ("train --loss 'dcl(mu=0.1'", ["column 11", "',' or ')' is missing after '0.1'"]),
     ("train --loss 'dcl clip'", ["column 5", "expected '+', found 'clip'"]),
     (f"train --loss '{'+'.join(['clip'] * 3000)}'", ["column 500", "an expression may have at most 100 items"]),
@@ -71,7 +56,6 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --set dcl.mu", ["--set dcl.mu", "write OWNER.OPTION=VALUE, such as dcl.mu=0.07"]),
     ("train --recipe dcl", ["'dcl' is a loss, not a recipe", "use --loss dcl"]),
     ("train --recipe finetune", ["unknown recipe 'finetune'; did you mean 'finetune-clip'?"]),
-    ("train --recipe codr", ["unknown recipe 'codr'; did you mean 'coder'?"]),
     ("train --recipe codr-f30k", ["unknown recipe 'codr-f30k'", "did you mean 'coder-f30k'?"]),
     ("train --recipe coder", ["'coder' is an objective, not a recipe", "use --loss coder"]),
     ("train --recipe mine.toml", ["mine.toml", "No such file"]),
@@ -99,19 +83,16 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("eval pairs.csv", ["pairs.csv is a file", "give the folder of a run or an export"]),
     ("eval pictures --zeroshot classes", ["--zeroshot classes: no such file or folder"]),
     ("index nope --data pictures --output found", ["nope: no such folder", "coder-plugin train makes"]),
-    ("index pictures --data photos --output found", ["--data photos: no such file or folder"]),
     ("index pictures --data pictures", ["required: --output", "coder-plugin index --help-all"]),
     ("embed nope --data pictures --output e", ["nope: no such folder", "coder-plugin train makes"]),
     ("embed pictures --data pictures --output pairs.csv", ["--output pairs.csv is a file: name a folder"]),
     ("embed pictures --data pictures/a.png --output e", ["one picture: give the folder that it is in"]),
     ("embed pictures --data pictures/a.pgn --output e", ["no such file or folder", "did you mean 'pictures/a.png'?"]),
     ("embed pictures --data pictures --output e --max-bad-samples 3", ["must be < 1 (a fraction of all), got 3"]),
-    ("embed pictures --data photos --output e", ["--data photos: no such file or folder"]),
     ("embed pictures --data pictures", ["required: --output", "coder-plugin embed --help-all"]),
     ("embed --data pictures --output e", ["name the encoding model", "a run's or export's folder", "--pretrained"]),
     ("embed pictures --data pictures --output e --dtype fp16", ["--dtype: 'fp16' is not allowed", "float32, float16"]),
     ("embed pictures --data pictures --output e --rows-per-file 0", ["--rows-per-file must be at least 1, got 0"]),
-    ("embed pictures --data pictures --output e --thumbnails -1", ["--thumbnails must be at least 0, got -1"]),
     ("embed pictures --data pictures --output e --task-index 3", ["--task-index and --task-count belong together"]),
     ("embed pictures --data pictures --output e --task-index 4 --task-count 4", ["--task-index 4 of --task-count 4"]),
     ("embed pictures --data pictures --output e --columns year:int", ["the type 'int' is not one of string, int64"]),
@@ -127,22 +108,16 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("search pictures --text x --reranker maxsin", ["--reranker 'maxsin' is unknown", "did you mean 'maxsim'?"]),
     ("index pictures --data pictures --output found --reranker 'a+b'", ["--reranker 'a+b'", "expected one re-ranker"]),
     ("eval pictures --reranker 'maxsim('", ["--reranker", "column 8", "is missing after '('"]),
-    ("search pictures red", ["unexpected 'red'", "did you mean --text red?"]),
     ("search pictures 'a red dog'", ["did you mean --text 'a red dog'?"]),
     ("serve nope", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
     ("serve", ["required: INDEX", "coder-plugin serve --help-all"]),
     ("serve pictures --port 65536", ["--port must be 0 to 65535, got 65536"]),
-    ("serve pictures --port http", ["--port: 'http' is not a whole number"]),
-    ("serve pictures --data picture", ["--data picture: no such file or folder", "did you mean 'pictures'?"]),
     ("serve pictures --data pairs.csv", ["--data pairs.csv is a file: give the folder that it is in"]),
-    ("serve pictures --max-requests 0", ["--max-requests must be at least 1, got 0"]),
     ("serve pictures --address 0.0.0.0", ["unknown option --address"]),
-    ("share pictures red --to x", ["unexpected 'red': every value follows its option; all options"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
     ("duplicates nope", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
     ("duplicates pictures --threshold 95", ["--threshold is a cosine, above 0 and at most 1, got 95.0"]),
     ("duplicates pictures --html no/page.html", ["--html no/page.html: the folder no does not exist"]),
-    ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: the folder no does not exist"]),
     ("vectors pictures --to lancedb", ["required: --output"]),
     ("vectors pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/embed.md"]),
     ("vectors nope --to numpy --output x", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
@@ -151,15 +126,11 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("mine nope --output n.tsv", ["nope: no such folder", "a run or an export"]),
     ("mine pictures --output n.tsv", ["name the training set with --data", "a run's folder names its own"]),
     ("mine --index nope --output n.tsv", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
-    ("mine --index picture --output n.tsv", ["picture: no such folder", "did you mean 'pictures'?"]),
-    ("mine pictures --data nope.csv --output n.tsv", ["--data nope.csv: no such file or folder"]),
     ("mine pictures --data pictures --output n.tsv", ["--data pictures", "pictures without captions"]),
     ("mine pictures --output pictures", ["--output pictures is a folder", "such as pictures/negatives.tsv"]),
     ("mine pictures --data pairs.csv --output pairs.csv", ["pairs.csv exists and is not a table of negatives", "another name"]),
     ("mine pictures --data pairs.csv --output n.tsv --html no/page.html", ["--html no/page.html: the folder no does not"]),
     ("mine pictures --output n.tsv --num-negatives 0", ["--num-negatives must be at least 1, got 0"]),
-    ("mine pictures --output n.tsv --num-negatives few", ["--num-negatives: 'few' is not a whole number"]),
-    ("mine pictures --output n.tsv --range-min -1", ["--range-min must be at least 0, got -1"]),
     ("mine pictures --output n.tsv --range-min 9 --range-max 10", [
         "--range-max 10 leaves 1 candidate after --range-min 9, fewer than --num-negatives 5"
     ]),
@@ -179,7 +150,6 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("regions", ["required: extract|convert"]),
     ("regions extrat pictures out", ["unknown command 'extrat'", "did you mean 'extract'?"]),
     ("regions extract nope out", ["IMAGES nope: no such file or folder"]),
-    ("regions extract a b --detecter=c", ["coder-plugin regions extract", "did you mean --detector?"]),
     ("regions convert nope.tsv out", ["SOURCE nope.tsv: no such file or folder"]),
     ("recipes codr-clip", ["unknown recipe 'codr-clip'", "did you mean 'coder-clip'?"]),
     ("plugins lossses", ["unknown plugin group: 'lossses'", "did you mean 'losses'?"]),
@@ -198,7 +168,6 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("train --report-to tensorbord", ["unknown tracker tensorbord"]),
     ("train --loss triplet --concepts pairs.csv", ["--concepts: no term of --loss", "reads concepts"]),
     ("train --train-data none-{0..1}.tar --model coder-tiny", ["none-0.tar"]),
-    ("train --train-data none-*.tar --model coder-tiny", ["none-*.tar"]),
     ("train --train-data other.csv --model coder-tiny", [
         "other.csv: no column 'filepath' for the pictures (--csv-img-key) and 'title' for the captions (--csv-caption-key)",
         "separated by ',' (--csv-separator), are: 'image', 'caption'",
@@ -227,13 +196,10 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
     ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no index.json", "coder-plugin index makes"]),
     ("vectors pictures --to numpy --output x", ["pictures holds no embeddings"]),
-    ("duplicates pictures", ["pictures is not an index: it has no index.json", "coder-plugin index makes"]),
-    ("embed pictures --data pictures --output e", ["pictures is neither an export nor a run with one in export/best"]),
     ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
     ("embed pictures --data pairs.csv --output e --columns x", ["no column 'x' (--columns)", "'filepath', 'title'"]),
     ("embed pictures --data pairs.csv --output e --columns key", ["column 'key': the file has a column of that name"]),
     ("embed pictures --data scenes --output e --columns x", ["scenes is read by 'scenes', which keeps no further columns"]),
-    ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures is not an index: it has no index.json", "which coder-plugin index makes"]),
     ("serve pictures --port 0", ["pictures is not an index: it has no index.json", "coder-plugin index makes"]),
 ]  # fmt: skip
@@ -307,13 +273,14 @@ def test_the_public_names_are_listed() -> None:
 
 
 NO_TORCH = """
-import contextlib, io, json, shlex, sys
-from coder_plugin.cli import main
+import contextlib, functools, io, json, shlex, sys
+from coder_plugin import cli
+cli.build_parser = functools.cache(cli.build_parser)
 slow = []
 for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            main(shlex.split(command))
+            cli.main(shlex.split(command))
         except SystemExit:
             pass
     heavy = {name for name in ("torch", "numpy", "open_clip", "transformers", "PIL") if name in sys.modules}
@@ -336,18 +303,15 @@ def test_help_and_arguments_are_answered_without_torch(folder: Path) -> None:
     assert json.loads(done.stdout) == []
 
 
-@pytest.mark.parametrize("command", ["train --help", "train --train-data nope.csv"])
-def test_half_a_second_of_cpu_is_enough(command: str, folder: Path) -> None:
+def test_half_a_second_of_cpu_is_enough(folder: Path) -> None:
     code = (
         "import resource, sys; from coder_plugin.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "used = resource.getrusage(resource.RUSAGE_SELF); print('cpu', used.ru_utime + used.ru_stime)"
     )
-    seconds = []
+    command, seconds = [sys.executable, "-c", code, "train", "--train-data", "nope.csv"], []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, cwd=folder, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
         seconds.append(float(done.stdout.split()[-1]))
     assert min(seconds) < 0.5

@@ -96,6 +96,9 @@ def test_what_a_plan_may_not_hold(tmp_path: Path, text: str, message: str) -> No
         plans_of(tmp_path, text)
 
 
+TABLES = ["[train]", "[[rows]]\nloss = 'dcl'", "[settings.a]"]
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -106,11 +109,11 @@ def test_what_a_plan_may_not_hold(tmp_path: Path, text: str, message: str) -> No
         ("model_kwargs = ['text=a/b']", "names the model 'a/b', which would be fetched"),
     ],
 )
-@pytest.mark.parametrize("table", ["[train]", "[[rows]]\nloss = 'dcl'", "[settings.a]"])
-def test_a_plan_that_runs_or_fetches_must_be_trusted(tmp_path: Path, table: str, entry: str, message: str) -> None:
-    text = PLAN.replace("[train]", f"[train]\n{entry}") if table == "[train]" else f"{PLAN}\n{table}\n{entry}\n"
-    with pytest.raises(CoderError, match=re.escape(message) + ".*if you trust it, give --trust-plan"):
-        plans_of(tmp_path, text, trust_plan=False)
+def test_a_plan_that_runs_or_fetches_must_be_trusted(tmp_path: Path, entry: str, message: str) -> None:
+    for table in TABLES:
+        text = PLAN.replace("[train]", f"[train]\n{entry}") if table == "[train]" else f"{PLAN}\n{table}\n{entry}\n"
+        with pytest.raises(CoderError, match=re.escape(message) + ".*if you trust it, give --trust-plan"):
+            plans_of(tmp_path, text, trust_plan=False)
 
 
 def test_a_plans_python_files_and_folders_elsewhere(tmp_path: Path) -> None:

@@ -60,16 +60,21 @@ def test_a_recipe_that_cannot(
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--batch-size 64", "--batch-size 64 is larger than the data (12 samples)"),
         ("--accum-freq 4", "--accum-freq 4 is more than the 3 batches of an epoch"),
-        ("--batch-size 1", "a step has one pair and therefore no negatives"),
-        ("--accum-freq 2 --loss 'ascl(similarity=fusion) + ascl'", "scores every pair of a batch inside the model"),
-        ("--loss 'dcl + m_dcl' --set momentum.bank_size=3", "bank_size 3 is smaller"),
         ("--aug-cfg scales=1", "--aug-cfg: unknown option 'scales'"),
         ("--tagger en_core_web_sm", "reads word classes"),
-        ("--negatives-file n.tsv", "--negatives-file without --hard-negatives N"),
         ("--lock-image --lock-text --loss triplet", "nothing is left to train"),
         ("--gather ring --loss-impl reference", "gather='ring' computes losses by tiles"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)  # refused in other tests, too
+            for each in (
+                ("--batch-size 64", "--batch-size 64 is larger than the data (12 samples)"),
+                ("--batch-size 1", "a step has one pair and therefore no negatives"),
+                ("--accum-freq 2 --loss 'ascl(similarity=fusion) + ascl'", "scores every pair of a batch inside the model"),
+                ("--loss 'dcl + m_dcl' --set momentum.bank_size=3", "bank_size 3 is smaller"),
+                ("--negatives-file n.tsv", "--negatives-file without --hard-negatives N"),
+            )
+        ),
     ],
 )
 def test_what_training_refuses_is_a_problem(

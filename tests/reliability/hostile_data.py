@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import struct
 import tarfile
@@ -292,15 +291,6 @@ def table(folder: Path, *rows: str, name: str = "t.csv") -> None:
     )
 
 
-def entry(name: Any = "a.png", **more: Any) -> dict[str, Any]:
-    return {"filename": name, "split": "train", "sentences": [{"raw": "a dog"}], **more}
-
-
-def karpathy(folder: Path, *entries: Any) -> None:
-    table(folder)
-    (folder / "k.json").write_text(json.dumps({"images": [entry(), entry("b.png"), *entries]}))
-
-
 def _pipe(folder: Path, _: Path) -> None:
     table(folder, "pipe.png\ta dog")
     os.mkfifo(folder / "pipe.png")
@@ -354,7 +344,6 @@ def npz(level: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
 
 
 ONES = npy(np.ones((2, 4), np.float32))
-NAN = npy(np.array([[0, 0, np.nan, 1], [0, 0, 1, 1]], np.float32))
 
 
 def npz_bomb() -> bytes:

@@ -140,21 +140,17 @@ def overwrite(at: int, content: bytes) -> Callable[[Path], None]:
     return change
 
 
-def replace_faiss(factory: str, *, metric: str = "METRIC_INNER_PRODUCT", count: int = COUNT, id_offset: int = 0) -> Any:
-    """Another kind of index in the file, of as many dimensions."""
+def replace_faiss(factory: str, *, id_offset: int) -> Any:
+    """Another kind of index in the file, of as many dimensions, whose vectors have other ids."""
 
     def change(path: Path) -> None:
         import faiss
 
         dimensions = struct.unpack_from("<i", path.read_bytes(), 4)[0]
-        index = faiss.index_factory(dimensions, factory, getattr(faiss, metric))
-        vectors = np.random.default_rng(0).normal(size=(count, dimensions)).astype("float32")
-        if not index.is_trained:
-            index.train(np.repeat(vectors, 50, 0))
-        if id_offset:
-            index.add_with_ids(vectors, np.arange(count) + id_offset)
-        else:
-            index.add(vectors)
+        index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
+        vectors = np.random.default_rng(0).normal(size=(COUNT, dimensions)).astype("float32")
+        index.train(np.repeat(vectors, 50, 0))
+        index.add_with_ids(vectors, np.arange(COUNT) + id_offset)
         faiss.write_index(index, str(path))
 
     return change
@@ -175,15 +171,15 @@ def on_disk(path: Path) -> None:
     faiss.write_index(index, str(path))
 
 
-def npy(header: str | None = None, array: np.ndarray | None = None, pickled: bool = False) -> Callable[[Path], None]:
+def npy(header: str | None = None) -> Callable[[Path], None]:
+    """An array with this header, or a pickled one."""
+
     def change(path: Path) -> None:
         if header is not None:
             text = header.encode() + b"\n"
             path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(64))
-        elif pickled:
-            np.save(path, np.array([_Touch(path)] * COUNT, dtype=object), allow_pickle=True)
         else:
-            np.save(path, np.asarray(array))
+            np.save(path, np.array([_Touch(path)] * COUNT, dtype=object), allow_pickle=True)
 
     return change
 
@@ -255,16 +251,6 @@ def model(**fields: Any) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["model"].update(fields)
 
 
-def without(*path: str) -> Callable[[dict[str, Any]], object]:
-    def change(content: dict[str, Any]) -> None:
-        *parents, last = path
-        for name in parents:
-            content = content[name]
-        content.pop(last, None)
-
-    return change
-
-
 CONTROLS = ["\x1b", "\x07", "\x9b", "\u202e", "\x08"]
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
 DAMAGED = "index.json is damaged"
@@ -324,7 +310,7 @@ CASES = [
     file_case("vectors-elsewhere", IMAGES, on_disk, IMAGES),
     file_case("vectors-text", IMAGES, lambda path: path.write_bytes(SVG), "is not a FAISS index"),
     # -- arrays of re-ranking
-    file_case("array-pickle", TOKENS, npy(pickled=True), BAD_ARRAY, FUSION),
+    file_case("array-pickle", TOKENS, npy(), BAD_ARRAY, FUSION),
     file_case(
         "array-code",
         TOKENS,

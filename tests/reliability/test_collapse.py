@@ -81,5 +81,5 @@ def test_a_run_that_collapses_says_so(tmp_path, tiny_model, caplog) -> None:
 @pytest.mark.parametrize("loss", ["clip", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("dcl", "vse-infinity"))])
 def test_a_run_that_learns_does_not(tmp_path, tiny_model, caplog, loss) -> None:
     with caplog.at_level(logging.WARNING):
-        train(tmp_path, tiny_model, loss=loss, lr=1e-3)
+        train(tmp_path, tiny_model, loss=loss, lr=1e-3, train_num_samples=160)
     assert "collapsed" not in caplog.text

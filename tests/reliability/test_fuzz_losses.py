@@ -29,7 +29,7 @@ from tests.conftest import TINY
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KINDS = "units units zeros equal opposite denormal tiny some_zero onehot long huge largest".split()
 #: Cases of each function, and of each model, in the ordinary and the long form.
-SHORT, LONG = (30, 6), (900, 150)
+SHORT, LONG = (12, 4), (900, 150)
 
 
 class Fuzz:

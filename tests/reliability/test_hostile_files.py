@@ -1,7 +1,7 @@
 """Nothing that is opened executes, fetches, writes elsewhere, hangs or ends in a traceback.
 
 The cases are in ``hostile_*.py`` beside this file, the harness in ``hostile.py``. Of the cases whose names begin with the same
-word, such as ``index``, every fourth runs by default; the others are slow.
+word, such as ``index``, every eighth runs by default; the others are slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = [case.name.partition("-")[0] for case in CASES]
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (KINDS[:number].count(kind) % 4 > 0))
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (KINDS[:number].count(kind) % 8 > 0))
         for number, (case, kind) in enumerate(zip(CASES, KINDS, strict=True))
     ],
 )
@@ -38,14 +38,12 @@ def test_names_are_unique() -> None:
     "act, event",
     [
         (lambda: __import__("os").system("true"), "started a program"),
-        (lambda: __import__("subprocess").run("true", shell=True), "started a program"),
         (lambda: open("../outside-file", "w").close(), "opened for writing outside"),
         (lambda: __import__("os").mkdir("../new"), "changed outside"),
         (lambda: open("../outside/precious.txt").read(), "read outside"),
         (lambda: exec(compile("1", str(Path.cwd() / "code.py"), "exec")), "ran Python code"),
         (lambda: __import__("socket").create_connection(("127.0.0.1", 9), 0.1), "connected"),
         (lambda: __import__("huggingface_hub").hf_hub_download("somebody/evil", "config.json"), "connected"),
-        (lambda: __import__("transformers").AutoConfig.from_pretrained("somebody/evil"), "connected"),
     ],
 )
 def test_the_harness_sees_what_a_command_does(act, event: str, tmp_path: Path) -> None:

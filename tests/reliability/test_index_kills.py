@@ -174,7 +174,7 @@ def kill_at_changes(made: Path, command: str, tmp_path: Path, step: int) -> tupl
 
 @pytest.mark.parametrize(
     "command",
-    ["embed", "data", "add", *(pytest.param(c, marks=pytest.mark.slow) for c in ("embeddings", "add --replace", "remove"))],
+    [pytest.param(command, marks=[pytest.mark.slow] * (command not in ("data", "add"))) for command in COMMANDS],
 )
 def test_killed_at_some_changes(made: Path, command: str, tmp_path: Path) -> None:
     points, _ = kill_at_changes(made, command, tmp_path, step=41)

@@ -47,7 +47,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("refuses", "stalls"))) for k in REASONS])
+@pytest.mark.parametrize(
+    "kind", ["raises", "full disk", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("refuses", "killed", "stalls"))]
+)
 def test_all_ranks_end_and_the_one_that_failed_says_why(kind, tmp_path, tiny_model) -> None:
     more = {"save_every_steps": 2, "workers": int(kind == "raises")}  # a loading process must not survive its rank either
     if kind == "stalls":

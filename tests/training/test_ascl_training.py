@@ -20,8 +20,6 @@ from tests.training.test_region_training import (  # noqa: F401
     losses,
     made,
     result,
-    run_killed_after,
-    weights,
 )
 
 FUSED = "ascl(similarity=fusion,temperature=0.1) + ascl(temperature=0.1)"
@@ -63,7 +61,7 @@ TOLD = {
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
-        pytest.param(kind, model, marks=[pytest.mark.slow] * ("one word" not in kind))
+        pytest.param(kind, model, marks=[pytest.mark.slow] * (kind != "one caption of one word"))
         for kind, model in zip(CAPTIONS, itertools.cycle(["region-bigru", "region-bert"]), strict=False)
     ],
 )
@@ -104,15 +102,9 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
     [
         (["--loss", "dcl", "--negatives", "mixture"], '--negatives: no term of --loss "dcl" reads generated texts'),
         (["--loss", "ascl", "--negatives", "blur"], "known: dropout, feature_cutoff, gaussian, mixture"),
-        (["--loss", "ascl", "--negatives", "gaussian(std=-1)"], "std"),
-        (["--loss", "ascl", "--negatives", "gaussian(rate=1)"], "has no option 'rate'"),
         (["--loss", "ascl", "--positives", "joined"], "known: join, truncate"),
         (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "set the same option: give one"),
         (["--loss", "ascl", "--rerank", "8"], "this model has no fusion head"),
-        (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
-        (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),
-        (["--loss", FUSED, "--set", "fusion.heads=3"], "heads must divide the joint dimension 16"),
-        (["--loss", "ascl@concepts"], "generated texts have the backbone's own features only, not those of 'concepts'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, more, message):  # noqa: F811

@@ -328,31 +328,34 @@ def test_files_and_folders_are_flushed_before_the_rename(tmp_path, monkeypatch):
 # -- ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def save_on_a_rank(directory: str, failing: int | None) -> str:
-    rank = distributed.rank()
-    own = {"rank": rank, "value": np.zeros(1) if rank == failing else 0}
-    try:
-        save(Path(directory), "a", manifest={"step": 5}, common={"model": torch.full((4,), rank + 1.0)}, own=own)
-    except CoderError as error:
-        return str(error)
-    return ""
+def save_on_ranks(root: str) -> list[str]:
+    """Save where no rank fails, where the first does, and where the second does: this rank's errors."""
+    rank, errors = distributed.rank(), []
+    for failing in (None, 0, 1):
+        own = {"rank": rank, "value": np.zeros(1) if rank == failing else 0}
+        common = {"model": torch.full((4,), rank + 1.0)}
+        try:
+            save(Path(root, str(failing)), "a", manifest={"step": 5}, common=common, own=own)
+            errors.append("")
+        except CoderError as error:
+            errors.append(str(error))
+    return errors
 
 
 def test_two_ranks(tmp_path):
-    assert gloo.run(save_on_a_rank, str(tmp_path), None) == ["", ""]
-    path = newest(tmp_path)
-    assert path == tmp_path / "a" and {file.name for file in path.iterdir()} == {*FILES, "rank1.pt"}
+    for failing in (0, 1):
+        write(tmp_path / str(failing), "a", 1)
+    errors = gloo.run(save_on_ranks, str(tmp_path))
+    assert [each[0] for each in errors] == ["", ""]
+    path = newest(tmp_path / "None")
+    assert path == tmp_path / "None" / "a" and {file.name for file in path.iterdir()} == {*FILES, "rank1.pt"}
     assert load(path)[0]["world_size"] == 2 and load(path)[1]["model"].tolist() == [1.0] * 4  # rank 0's
     assert [load_rank(path, rank)["rank"] for rank in range(2)] == [0, 1]
     with pytest.raises(CoderError, match="was saved by 2 processes and has no rank2.pt"):
         load_rank(path, 2)
     (path / "rank1.pt").unlink()
-    assert newest(tmp_path) is None
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_when_one_rank_fails_all_do_and_the_old_checkpoint_stays(failing, tmp_path):
-    write(tmp_path, "a", 1)
-    messages = gloo.run(save_on_a_rank, str(tmp_path), failing)
-    assert messages[1 - failing] == f"rank {failing}: {messages[failing]}" and "numpy" in messages[failing]
-    assert step_of(tmp_path / "a") == 1 and [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert newest(path.parent) is None
+    for failing in (0, 1):  # all fail with the one, and the old checkpoint stays
+        messages, folder = [each[1 + failing] for each in errors], tmp_path / str(failing)
+        assert messages[1 - failing] == f"rank {failing}: {messages[failing]}" and "numpy" in messages[failing]
+        assert step_of(folder / "a") == 1 and [path.name for path in folder.iterdir()] == ["a"]

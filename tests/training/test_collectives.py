@@ -22,7 +22,10 @@ def test_collectives_of_a_step(tmp_path, tiny_model) -> None:
 
     def train(folder: Path) -> None:
         (folder / "large").mkdir(exist_ok=True)
-        collectives.train(folder, tiny_model)
+        trainer = collectives.train(folder, tiny_model)
+        assert distributed.world_size() == 2 and trainer.objective.local_loss
+        assert all(term.local_loss for term in trainer.loss.terms.values())  # each rank computes its own anchors
+        assert make_plan(trainer)["options"]["local_loss"] is True
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("coder_plugin.contrast.pairs.SMALL_MATRIX", 0)
             collectives.train(folder / "large", tiny_model)
@@ -58,21 +61,6 @@ def test_statistics_of_momentum_towers_travel_with_the_gradients(tmp_path, tiny_
         assert len(step) == 4, "\n".join(step)
 
 
-def test_two_processes_compute_their_own_anchors(tmp_path, tiny_model) -> None:
-    def make(folder) -> None:
-        config = {"batch_size": 4, "train_num_samples": 16, "epochs": 1, "workers": 0, "logs": str(folder), "name": "run"}
-        for choice, expected in ((None, True), (False, False)):
-            options = {**config, "model": tiny_model, "local_loss": choice}
-            trainer = Trainer(model=tiny_model, loss="dcl + clip", train="scenes", config=options)
-            assert distributed.world_size() == 2
-            assert trainer.objective.local_loss is expected
-            assert [term.local_loss for term in trainer.loss.terms.values()] == [expected, expected]
-            assert make_plan(trainer)["options"]["local_loss"] is expected
-
-    endings = forked.run(make, tmp_path)
-    assert [ending.status for ending in endings] == [0, 0], endings
-
-
 class Stop(Callback):
     """Rank 1 sets ``stop`` after the second step."""
 
@@ -81,22 +69,41 @@ class Stop(Callback):
             trainer.stop = True
 
 
+class Interrupt(Callback):
+    """Rank 1 receives a signal while it takes the third step."""
+
+    def on_step_end(self, trainer, metrics) -> None:
+        if trainer.step == 2 and distributed.rank() == 1:
+            take = trainer.training_step
+
+            def interrupted(batches):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return take(batches)
+
+            trainer.training_step = interrupted
+
+
 #: 2: the epoch ends with the step of the stop.
 @pytest.mark.parametrize("steps", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stop_on_one_rank_ends_all_after_one_more_step(tmp_path, tiny_model, steps) -> None:
+def test_a_stop_on_one_rank_ends_all_after_one_more_step_and_a_signal_at_once(tmp_path, tiny_model, steps) -> None:
     config = {
         "batch_size": 4, "train_num_samples": 48 if steps == 3 else 16, "epochs": 2, "workers": 0, "logs": str(tmp_path),
-        "name": "run", "val_frequency": 0, "report": False, "model": tiny_model,
+        "val_frequency": 0, "report": False, "model": tiny_model,
     }  # fmt: skip
 
-    def train(folder) -> None:
-        trainer = Trainer(model=tiny_model, loss="dcl", train="scenes", config=config, callbacks=[Stop()])
+    def make(name: str, callback: Callback) -> Trainer:
+        return Trainer(model=tiny_model, loss="dcl", train="scenes", config={**config, "name": name}, callbacks=[callback])
+
+    def train(_) -> None:
+        trainer = make("stopped", Stop())
         trainer.run()
         assert (trainer.step, trainer.epoch) == (steps, 0 if steps == 3 else 1) and trainer.stop
+        make("interrupted", Interrupt()).run()
 
     endings = forked.run(train, tmp_path, timeout=60)
-    assert [ending.status for ending in endings] == [0, 0], endings
-    newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert [ending.status for ending in endings] == [75, 75], endings
+    assert "stopped after step 3" in endings[0].output, endings[0].output
+    newest = checkpoint.newest(tmp_path / "stopped" / "checkpoints")
     assert newest is not None and newest.name == f"step_{steps:08d}"
 
 
@@ -118,29 +125,3 @@ def test_a_stop_on_one_rank_between_epochs_ends_both(tmp_path, tiny_model) -> No
 
     endings = forked.run(train, tmp_path, timeout=60)
     assert [ending.status for ending in endings] == [0, 0], endings
-
-
-class Interrupt(Callback):
-    """Rank 1 receives a signal while it takes the third step."""
-
-    def on_step_end(self, trainer, metrics) -> None:
-        if trainer.step == 2 and distributed.rank() == 1:
-            take = trainer.training_step
-
-            def interrupted(batches):
-                os.kill(os.getpid(), signal.SIGTERM)
-                return take(batches)
-
-            trainer.training_step = interrupted
-
-
-def test_a_signal_to_one_rank_travels_with_the_losses(tmp_path, tiny_model) -> None:
-    config = {
-        "batch_size": 4, "train_num_samples": 48, "epochs": 1, "workers": 0, "logs": str(tmp_path), "name": "run",
-        "val_frequency": 0, "report": False, "model": tiny_model,
-    }  # fmt: skip
-    endings = forked.run(
-        lambda _: Trainer(model=tiny_model, loss="dcl", train="scenes", config=config, callbacks=[Interrupt()]).run(), tmp_path
-    )
-    assert [ending.status for ending in endings] == [75, 75], endings
-    assert "stopped after step 3" in endings[0].output, endings[0].output

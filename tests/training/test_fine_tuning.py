@@ -5,6 +5,7 @@ Answers to openai/CLIP #150 and #161 and mlfoundations/open_clip #1093 (docs/faq
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -211,9 +212,12 @@ def test_what_cannot_be_classified_is_refused_before_a_model_is_made(
 # Advice
 
 
-def advice(options: dict[str, Any], loss: str = "dcl", *, model: Any = None) -> dict[str, str]:
+made = functools.cache(create_model)
+
+
+def advice(options: dict[str, Any], loss: str = "dcl") -> dict[str, str]:
     config = resolve_config({"train_data": "a.csv", "batch_size": 64, **options})
-    model = create_model(options["model"], loss=loss) if model is None else model
+    model = made(options["model"], loss=loss)
     found = fine_tuning.advice(config, model, create_loss(loss, model=model))
     return {each.name: f"{each.text}: {each.do}" for each in found}
 

@@ -40,11 +40,9 @@ def environment_of(*flags: str) -> dict[str, str]:
     ("flags", "form"),
     [
         (["--use_fsdp"], "ACCELERATE_USE_FSDP"),
-        (["--use_fsdp", "--fsdp_version", "2"], "ACCELERATE_USE_FSDP"),
         (["--use_deepspeed"], "ACCELERATE_USE_DEEPSPEED"),
         (["--use_megatron_lm"], "ACCELERATE_USE_MEGATRON_LM"),
         (["--use_parallelism_config", "--parallelism_config_tp_size", "2"], "PARALLELISM_CONFIG_TP_SIZE"),
-        (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
     ],
 )
 def test_other_forms_of_parallel_training_are_refused_before_a_model_is_built(flags, form, tmp_path, monkeypatch) -> None:
@@ -88,17 +86,14 @@ def test_ranks_come_from_slurm() -> None:
     assert (named["MASTER_ADDR"], named["MASTER_PORT"], named["LOCAL_RANK"]) == ("first", "29500", "1")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_without_several_tasks_of_srun_nothing_is_set() -> None:
+    for changes in (
         {"SLURM_PROCID": None},
         {"SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_STEP_NUM_TASKS": None},  # a batch script: its variables name the job's tasks
         {"SLURM_STEP_NUM_TASKS": None, "MASTER_ADDR": "first"},  # the same script, as docs/multi_node.md prints it
-    ],
-)
-def test_without_several_tasks_of_srun_nothing_is_set(changes) -> None:
-    assert not {"RANK", "WORLD_SIZE"} & ranks(**changes).keys()
+    ):
+        assert not {"RANK", "WORLD_SIZE"} & ranks(**changes).keys()
 
 
 def as_slurm() -> None:

@@ -19,10 +19,10 @@ from coder_plugin.evaluation import recall
 from coder_plugin.functional import triplet
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import parameter_groups
-from tests import saved
 from tests.backbones import tiny_bert
 from tests.data.regions import layouts
 from tests.training import region_data
+from tests.training.test_trainer import run_killed_after, weights
 from tests.training.test_two_processes import ordered, records, state, train
 
 SMALL = ["embed_dim=16", "context_length=16"]
@@ -71,11 +71,6 @@ def coder(made: dict[str, str]) -> dict[str, Any]:
 
 def losses(folder: Path, name: str = "run") -> list[float]:
     return [record["loss"] for record in records(folder, name) if "loss" in record]
-
-
-def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    newest = sorted((folder / name / "checkpoints").iterdir())[-1]
-    return saved.weights(newest)
 
 
 def result(tmp_path: Path, *arguments: str) -> Any:
@@ -135,24 +130,6 @@ def test_coder_learns_with_its_banks_concepts_and_prototypes(tmp_path, made):
 
 #: Every head of the three papers.
 EVERY = "coder + ascl(similarity=fusion,temperature=0.1) + lca + cra(ca_on=combined)"
-
-
-class Killed(Exception):
-    pass
-
-
-def run_killed_after(config: dict[str, Any], steps: int) -> None:
-    trainer = Trainer.from_config(config)
-    take = trainer.training_step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if trainer.step == steps:
-            raise Killed
-        return take(*args, **kwargs)
-
-    trainer.training_step = step  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        trainer.run()
 
 
 @pytest.mark.parametrize(
@@ -266,13 +243,19 @@ def test_two_processes_train_as_one(tmp_path, made, case):
 # the vocabulary
 
 
-def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
-    trainer = Trainer.from_config(config(made, tmp_path, model="region-bigru", epochs=1))
-    words = list(trainer.tokenizer.ids)
+@pytest.fixture(scope="module")
+def bigru(made, tmp_path_factory) -> Trainer:
+    """A finished run."""
+    trainer = Trainer.from_config(config(made, tmp_path_factory.mktemp("bigru"), model="region-bigru", epochs=1))
+    trainer.run()
+    return trainer
+
+
+def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made, bigru):
+    words = list(bigru.tokenizer.ids)
     assert words[:4] == ["<pad>", "<start>", "<end>", "<unk>"]
     assert set(words[4:]) == {*region_data.WORDS, *"a and with the of two on in ,".split()}
-    trainer.run()
-    exported = json.loads((tmp_path / "run" / "export" / "last" / "coder_model.json").read_text())
+    exported = json.loads((bigru.folder / "export" / "last" / "coder_model.json").read_text())
     assert exported["options"]["vocabulary"] == words and exported["options"]["region_dim"] == 12
     (tmp_path / "words.json").write_text(json.dumps([*words[:4], "dog"]))
     kwargs = [*BIGRU, f"vocabulary={tmp_path / 'words.json'}"]
@@ -282,11 +265,17 @@ def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
 # evaluation
 
 
-def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, capsys):
-    runs = []
-    for name, options in {"a": {"seed": 1}, "b": {"seed": 2, "model": "region-bert-camera", "loss": "triplet"}}.items():
-        Trainer.from_config(config(made, tmp_path, name, epochs=1, **options)).run()
-        runs.append(str(tmp_path / name))
+@pytest.fixture(scope="module")
+def runs(made, tmp_path_factory) -> list[str]:
+    """Two finished runs of two models."""
+    folder = tmp_path_factory.mktemp("runs")
+    models = {"seed": 1}, {"seed": 2, "model": "region-bert-camera", "loss": "triplet"}
+    for name, options in zip("ab", models, strict=True):
+        Trainer.from_config(config(made, folder, name, epochs=1, **options)).run()
+    return [str(folder / name) for name in "ab"]
+
+
+def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, runs, capsys):
     alone = [result(tmp_path, run, "--export", "last", "--folds", "4") for run in runs]
     assert alone[0]["images"] == 24 and alone[0]["texts"] == 120 and len(alone[0]["folds"]["folds"]) == 4
     rows = result(tmp_path, *runs, "--export", "last", "--folds", "4")
@@ -305,17 +294,17 @@ def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, caps
     assert "--beta is for one model" in error and "no testall_ims.npy; splits present: dev, test, train" in error
 
 
-def test_each_model_of_an_ensemble_reads_its_own_features(tmp_path, made):
+def test_each_model_of_an_ensemble_reads_its_own_features(tmp_path, made, runs):
     noisy = tmp_path / "noisy"
     shutil.copytree(made["precomp"], noisy)
+    copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
+    (copy / "config.json").write_text((copy / "config.json").read_text().replace(made["precomp"], str(noisy)))
     features = np.load(noisy / "dev_ims.npy")
     np.save(noisy / "dev_ims.npy", features + np.random.default_rng(0).standard_normal(features.shape).astype(np.float32))
-    for name, data in {"a": made["precomp"], "b": str(noisy)}.items():
-        Trainer.from_config(config(made, tmp_path, name, epochs=1, val_data=data)).run()
-    runs = [str(tmp_path / name) for name in "ab"]
-    alone = [result(tmp_path, run, "--export", "last") for run in runs]
+    both = [runs[0], str(copy)]
+    alone = [result(tmp_path, run, "--export", "last") for run in both]
     assert alone[0]["i2t_meanr"] != alone[1]["i2t_meanr"]
-    rows = result(tmp_path, *runs, "--export", "last")
+    rows = result(tmp_path, *both, "--export", "last")
     assert [row["i2t_meanr"] for row in rows[:2]] == [each["i2t_meanr"] for each in alone]
 
 
@@ -382,18 +371,15 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
         Trainer.from_config(config(made, tmp_path, "strict", **data, max_bad_samples=0.001))
 
 
-@pytest.mark.parametrize("command", ["eval {run} --val-data {data}", "index {run} --data {data} --output {out}", "train"])
-def test_regions_that_are_forgotten(tmp_path, made, capsys, command):
+def test_regions_that_are_forgotten(tmp_path, made, bigru, capsys):
     """The captions name pictures, which need not exist where regions are read."""
-    if command == "train":
-        with pytest.raises(CoderError, match=r"not found.*reads region features: name their files \(--regions\)"):
-            Trainer.from_config(config(made, tmp_path, train_data=made["karpathy"]))
-        return
-    Trainer.from_config(config(made, tmp_path, model="region-bigru", loss="dcl", epochs=1)).run()
-    words = command.format(run=tmp_path / "run", data=made["karpathy"], out=tmp_path / "out").split()
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert "this model reads region features: name their files (--regions)" in error and "--image-root" not in error
+    with pytest.raises(CoderError, match=r"not found.*reads region features: name their files \(--regions\)"):
+        Trainer.from_config(config(made, tmp_path, train_data=made["karpathy"]))
+    run, data = str(bigru.folder), made["karpathy"]
+    for words in (["eval", run, "--val-data", data], ["index", run, "--data", data, "--output", str(tmp_path / "out")]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "this model reads region features: name their files (--regions)" in error and "--image-root" not in error
 
 
 # damaged features
@@ -458,15 +444,8 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "an unknown option": ("region-bert", ["--model-kwargs", "dim=5"], "region-bert has no option dim; it has: region_dim"),
     "an option out of range": ("region-bert", ["--model-kwargs", "embed_dim=0"], "embed_dim must be 1 or more, got 0"),
     "other channels": ("region-bert", ["--model-kwargs", "region_dim=2048"], "12 channels, but the model reads 2048"),
-    "both warm-ups": ("region-bert", ["--warmup", "3", "--warmup-epochs", "1"], "--warmup and --warmup-epochs both set"),
-    "a negative scale": ("region-bert", ["--text-lr-scale", "-1"], "--text-lr-scale must be >= 0, got -1.0"),
     "coder with views": ("region-bert-camera", ["--loss", "dcl + m_dcl"], "this model gives an image 3 features"),
     "clip with views": ("region-bert-camera", ["--loss", "clip"], "compares one feature of an image"),
-    "all words dropped": ("region-bert", ["--word-dropout", "1"], "--word-dropout must be < 1 (a fraction of all), got 1.0"),
-    "all regions dropped": ("region-bert", ["--region-dropout", "1"], "--region-dropout must be < 1 (a fraction"),
-    "no regions": ("region-bert", ["--max-regions", "0"], "--max-regions must be at least 1, got 0"),
-    "no concepts": ("region-bert", ["--loss", "coder"], "needs a concept vocabulary: --concepts FILE"),
-    "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "none.safetensors: no such file"),
     "a BERT that is not there": ("region-bert", ["--model-kwargs", "text=no/where"], "text encoder 'no/where' cannot be"),
     "groups of regions' layers": (
         "region-bert", ["--lock-image", "--open-clip", "lock_image_unlocked_groups=1"], "no layer groups",

@@ -14,8 +14,6 @@ from tests.training.test_region_training import (  # noqa: F401
     losses,
     made,
     result,
-    run_killed_after,
-    weights,
 )
 
 ALONE = "lca + cra(ca_on=combined)"
@@ -71,8 +69,6 @@ def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--loss", "lca", "--model", "region-bigru"], "word_projection=true"),
-        (["--loss", "lca(epsilon=0.01)"], "epsilon must be >= 0.03"),
         (["--loss", "cra(ca_on=both)"], "ca_on=both must be context or combined"),
         (["--loss", "dcl + cra(ca_on=none)", "--set", "contexts.branches=none"], "leaves nothing to learn"),
         (["--loss", "dcl + lca", "--context-blocks", "2"], "context_blocks"),

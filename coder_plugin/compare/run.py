@@ -173,7 +173,7 @@ class Comparison:
         for row in self.plan.rows:
             best = self._best(row)
             if best is not None and best.lr is not None:
-                tried = [point.lr for point in self._tried(row) if point.lr is not None]
+                tried = sorted({point.lr for point in self._tried(row) if point.lr is not None})
                 if further_rate(tried, best.lr) is not None:
                     edge = f"at the edge of those tried ({_numbers(tried)})"
                     self.notes.append(f"{row.name}: its best rate {best.lr:g} is {edge}")

@@ -65,6 +65,11 @@ def test_a_best_rate_at_the_edge_is_followed_one_step(world: World, command: Com
     world.best["dcl"] = 2e-6
     command("--lr 1e-5 1e-4 --seeds 1", output="low")
     assert result(tmp_path, "low")["rows"]["dcl"]["chosen"] == {"lr": 1e-6}
+    options = tmp_path / "plan.toml"  # each rate is tried with two options, and named once
+    options.write_text('[[rows]]\nloss = "clip"\n[[rows]]\nloss = "dcl"\nset = [["dcl.mu=0.1"], ["dcl.mu=0.05"]]\n')
+    world.best["dcl"] = 1e-2
+    text = command("--lr 1e-4 1e-3 --seeds 1", output="options", rows=str(options))
+    assert "at the edge of those tried (0.0001, 0.001, 0.01)" in text
 
 
 def test_equal_rows_give_no_difference_and_the_number_of_images_that_would(

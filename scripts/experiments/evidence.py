@@ -89,11 +89,11 @@ def write(docs: Path | None = None) -> list[str]:
 
     def fill(found: re.Match[str]) -> str:
         shown.append(found[1])
-        return f"<!-- begin {found[1]} -->\n\n{block(found[1], results[found[1]])}\n\n<!-- end -->"
+        return f"<!-- begin {found[1]} -->\n\n{block(found[1], results[found[1]])}\n<!-- end -->"
 
     def pool(found: re.Match[str]) -> str:
         text = pooled(found[1], [results[name] for name in found[2].split()])
-        return f"<!-- pooled {found[1]}: {found[2]} -->\n\n{text}\n\n<!-- end -->"
+        return f"<!-- pooled {found[1]}: {found[2]} -->\n\n{text}\n<!-- end -->"
 
     for page in sorted(folder.glob("*.md")):
         text = re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end -->", fill, page.read_text(encoding="utf-8"), flags=re.S)

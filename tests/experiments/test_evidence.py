@@ -45,7 +45,7 @@ def test_a_comparison_becomes_a_table_and_a_figure(
     assert (tmp_path / "evidence" / "page.md").read_text() == (
         "# Page\n\n<!-- begin mine -->\n\n| row | R@sum ± SD | difference [95 %] | minutes |\n| --- | --- | --- | --- |\n"
         "| clip | 251.0 ± 1.4 | the best peer | 1.5 |\n| dcl at lr 0.0001 | 251.0 ± 1.4 | +5.0 [+2.0, +8.0] | – |\n\n"
-        "![Points of R@sum above clip](../figures/evidence-mine.svg)\n\n<!-- end -->\n\nText.\n"
+        "![Points of R@sum above clip](../figures/evidence-mine.svg)\n<!-- end -->\n\nText.\n"
     )
     saved = (tmp_path / "evidence" / "mine.json").read_text()
     assert "/home/me" not in saved and json.loads(saved)["rows"]["dcl"]["difference"] == {"rsum": difference}

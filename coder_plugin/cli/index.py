@@ -175,8 +175,15 @@ def run(arguments: Command, options: dict[str, Any]) -> int:
     if distributed.rank() == 0:
         echo(_summary(arguments.output, note))
         if "images" in note["vectors"]:
-            echo(f"next: {shlex.join(['coder-plugin', 'search', arguments.output, '--text', 'a dog'])}")
+            words = search_words(arguments.output, on_scenes=arguments.data == "scenes")
+            echo(f"next: {shlex.join(['coder-plugin', *words])}")
     return 0
+
+
+def search_words(index: str, *, on_scenes: bool) -> list[str]:
+    """The command that searches an index for something that its pictures may show."""
+    text = "a large pink striped cross on a beige background" if on_scenes else "a dog"
+    return ["search", index, "--text", text]
 
 
 def _summary(folder: str, note: Mapping[str, Any]) -> str:

@@ -112,6 +112,7 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
 
 def next_commands(trainer: Trainer) -> list[str]:
     """Commands that evaluate (if there are validation data), index and search what a run has trained."""
+    from coder_plugin.cli.index import search_words
     from coder_plugin.config import READING, get_option
     from coder_plugin.locations import is_local
 
@@ -123,7 +124,6 @@ def next_commands(trainer: Trainer) -> list[str]:
         if options[name] not in (None, get_option(name).default):
             reading += get_option(name).words(options[name])
     index = str(trainer.folder / "index")
-    text = "a large pink striped cross on a beige background" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]
     aside = config.data.hold_aside > 0
     known = (aside or config.data.val is not None) and all(map(is_local, filter(None, (data, config.data.regions))))
@@ -134,6 +134,6 @@ def next_commands(trainer: Trainer) -> list[str]:
     commands = (
         *([["eval", folder, *export, *evaluate]] if unseen else []),
         ["index", folder, *export, "--data", data, *reading, "--output", index],
-        ["search", index, "--text", text],
+        search_words(index, on_scenes=config.data.on_scenes),
     )
     return [shlex.join(["coder-plugin", *command]) for command in commands]

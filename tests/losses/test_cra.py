@@ -236,7 +236,7 @@ LOSSES: dict[str, selfalign.Loss] = {
 }
 CASES = [(name, False) for name in LOSSES]
 CASES += [(name, True) for name in ("cra", "sum", "sum all", "combined", "combined weighted", "all terms")]
-#: On two ranks; the others are of code that ranks do not change, or of a part of these.
+#: Cases on two ranks: one for each way in which ranks change the computation. The slow test has all, on three ranks.
 FEW = [(name, False) for name in ("not masked", "all negatives", "mean of cosines", "text_global", "all terms")]
 FEW += [(name, True) for name in ("cra", "sum all", "combined", "all terms")]
 

@@ -282,3 +282,10 @@ def test_ranks_share_the_work(tmp_path: Path) -> None:
     for mine, other in zip(two, one, strict=True):
         np.testing.assert_allclose(mine[4][0], other[4][0], atol=1e-6)
     assert len(embedded(tmp_path / "two" / "embeddings").paths) == 5
+
+
+def test_the_next_command_looks_for_what_the_pictures_show() -> None:
+    from coder_plugin.cli.index import search_words
+
+    assert search_words("i", on_scenes=True) == ["search", "i", "--text", "a large pink striped cross on a beige background"]
+    assert search_words("i", on_scenes=False) == ["search", "i", "--text", "a dog"]

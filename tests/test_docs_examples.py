@@ -64,6 +64,14 @@ def test_python_blocks_name_what_exists() -> None:
             assert hasattr(importlib.import_module("coder_plugin"), node.attr), f"{page.name}: coder_plugin has no {node.attr}"
 
 
+def test_code_in_a_sentence_fits_its_column() -> None:
+    """It does not wrap on a wide screen: what is longer than about 100 characters needs a block."""
+    fenced = re.compile(r"^```.*?^```$", re.M | re.S)
+    codes = [code for page in PAGES for code in re.findall(r"`([^`]+)`", fenced.sub("", page.read_text(encoding="utf-8")))]
+    assert len(codes) > 1000
+    assert not [code for code in codes if len(code) > 100]
+
+
 #: A path in code quotes, such as `losses/dcl.py`, in the pages that map the repository.
 PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.(?:py|toml))?)`")
 

@@ -351,11 +351,11 @@ class RunConfig:
     log_every_n_steps: int = option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
     report: bool = option(True, "write the run's report.html at its end", common=True)
     report_to: str = option(
-        "", "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or "
-        "all that are installed", metavar="TRACKERS", common=True
+        "", "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab; or "
+        "all: every one that is installed", metavar="TRACKERS", common=True
     )
     wandb_project_name: str = option("coder-plugin", "project of the trackers that collect runs in projects", listed=True)
-    seed: int = option(0, "seed of weights, data order and augmentation", common=True)
+    seed: int = option(0, "seed of weights, data order and augmentation [0]", common=True)
     rank_timeout: float = option(
         3600.0, "with several processes: end the run when one makes no progress for so many seconds; must exceed the longest "
         "evaluation", at_least=1

@@ -29,7 +29,7 @@ class Command:
     """The flags of ``coder-plugin compare`` besides the options of training."""
 
     plan: str | None = option(
-        None, "rows with options of their own, a TOML file (docs/compare.md); else --loss, once for each row",
+        None, "rows with options of their own, a TOML file (docs/compare.md); else give a --loss for each row",
         metavar="PLAN.toml", positional=True
     )
     loss: list[str] = option([], "losses to compare, a row of the result for each [clip and dcl]", metavar="EXPRESSION")
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "compare",
-        help="does it help on my pictures? train losses on your data, each at its best rate, with intervals",
+        help="train losses on your pictures, each at its best learning rate, and say which to use",
         description="Train each --loss on your pictures at its best learning rate, measure the differences with intervals over "
         "images and seeds, and say what to use. Without data: clip and dcl on the built-in scenes, in minutes on a CPU. Other "
         "options are those of coder-plugin train, for all rows.",

@@ -38,7 +38,7 @@ def flags() -> list[str]:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check installation, data, objective or a trained run, and say what to do",
+        help="check an installation, data, a set-up or a trained run, and say what to do",
         description="Check the installation. With options of train, such as --train-data, --model or --loss, check these "
         "too; with FOLDER, check the run or export in it. Nothing is downloaded or written. Status 1 if there is a problem.",
     )

@@ -23,8 +23,8 @@ _TITLES = {
 }
 #: What options mean to commands that do not train.
 _WITHOUT_TRAINING = {
-    "model": "in place of RUN, or where an index's model is now: an open_clip model or configuration (.json), CLIPModel or "
-    "SiglipModel of transformers (folder, transformers:OWNER/NAME), or a region model such as region-bert",
+    "model": "in place of RUN: an open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
+    "transformers:OWNER/NAME), or a region model such as region-bert",
     "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
     "batch_size": "images, or captions, per forward pass [the run's, else 64]",
     "workers": "data loading processes [the run's, else 2]",
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
     texts = {} if training else _WITHOUT_TRAINING
     options.sort(key=lambda option: option.group is None)  # --recipe beside --loss
     for title in _TITLES.values():
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group("computation" if title == "optimisation" and not training else title)
         for option in options:
             if title == (option.group or _TITLES[option.subject]) and not option.listed:
                 _add(group, option, texts.get(option.name))

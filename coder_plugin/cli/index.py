@@ -73,7 +73,11 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     """``index add`` and ``index remove``: the first argument of ``index`` is else a run's folder, so they are no subparsers."""
     changes = {}
     for name, description in (
-        ("add", "Add images to an index: a folder of coder-plugin embed, or data that the index's model encodes."),
+        (
+            "add",
+            "Add images to an index: a folder of coder-plugin embed, or data that the index's model encodes. If that model has "
+            "moved, name it by --model.",
+        ),
         ("remove", "Remove images from an index. Their rows are deleted from its Parquet files."),
     ):
         changes[name] = type(parser)(prog=f"{parser.prog} {name}", description=description)

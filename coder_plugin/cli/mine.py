@@ -37,7 +37,7 @@ class Command(ModelFlags, MiningOptions):
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "mine",
-        help="find hard negatives for training in an index of the training set",
+        help="find hard negatives for training among the captions of the training set",
         description="Write a table of hard negatives: for each image, captions of other images that a model scores highly, a "
         "margin below the image's own. They are found in an index of the training set, which is made if there is none.",
     )

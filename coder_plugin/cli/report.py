@@ -37,7 +37,7 @@ class Command(ExportFlag):
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report",
-        help="one HTML file of a training run: recall, results, curves, state; or of several, compared",
+        help="write an HTML page about a training run, or a comparison of several",
         description="Write one self-contained HTML file about a run: recall, best and worst queries, curves, options, a map of "
         "the embeddings, concepts, banks. A section without data says why. Several runs are compared: recall, curves, the "
         "options that differ, time per epoch; with --images also queries and maps side by side.",

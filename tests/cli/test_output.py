@@ -54,7 +54,7 @@ def test_help_of_a_command_that_does_not_train_speaks_of_no_training(capsys) -> 
         flags = [re.escape(get_option(name).flag) for name in options]
         assert all(re.search(rf" {flag} (?:N|X|{{auto,[^}}]*}}) [^-\[]*\[the (?:run|model)'s, else ", text) for flag in flags)
     text = " ".join(shown(capsys, "index", "add", "--help").split())
-    assert "or where an index's model is now" in text and "coder-tiny" not in text
+    assert "If that model has moved, name it by --model." in text and "coder-tiny" not in text
 
 
 def test_usage_names_what_must_be_given(capsys) -> None:

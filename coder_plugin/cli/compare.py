@@ -32,7 +32,10 @@ class Command:
         None, "rows with options of their own, a TOML file (docs/compare.md); else give a --loss for each row",
         metavar="PLAN.toml", positional=True
     )
-    loss: list[str] = option([], "losses to compare, a row of the result for each [clip and dcl]", metavar="EXPRESSION")
+    loss: list[str] = option(
+        [], "losses to compare, a row of the result for each [clip and dcl; with --recipe: clip and the recipe's]",
+        metavar="EXPRESSION"
+    )
     lr: list[float] = option([], "learning rates; each row takes its best [the recipe's or train's]", metavar="X")
     seeds: int | None = option(None, "runs of each row at its chosen settings [3]", at_least=1)
     peer: list[str] = option([], "compare with the best of these rows [the first row]", metavar="ROW")

@@ -24,7 +24,7 @@ class Command(EncodingFlags):
     data: str = option(MISSING, "a folder of pictures, shards, a .csv, .json, scenes …", metavar="DATA")
     dtype: str = option("float32", "type of the vectors", choices=("float32", "float16"))
     tokens: bool = option(
-        False, "also write the tokens that the model's fusion head re-ranks by; implied by --reranker"
+        False, "also write the tokens that the model's fusion head re-ranks by [no]; those of --reranker are always written"
     )
     columns: list[str] = option(
         [], "further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",

@@ -43,7 +43,7 @@ class ModelFlags(ExportFlag):
     """The model that is opened."""
 
     run_folder: str | None = option(
-        None, "folder of a run, an export or a shared model; or name one with --model", metavar="RUN", positional=True
+        None, "folder of a run, an export or a shared model; else --model and --pretrained", metavar="RUN", positional=True
     )
 
 

@@ -39,6 +39,12 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     ]
 
 
+def prose(page: Path) -> str:
+    """The text of a page without its blocks, whose lines are empty: line numbers stay."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
+
+
 def needs_a_run(page: Path) -> bool:
     """Whether the Python of a page names something trained or indexed."""
     names = re.compile(r"my-run|my-model|scenes-model|\.index|f30k_precomp")

@@ -23,7 +23,7 @@ from coder_plugin.cli import build_parser
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.recipes import has_recipe, load
-from tests.documentation import PAGES, ROOT, Block, blocks
+from tests.documentation import PAGES, ROOT, Block, blocks, prose
 
 if sys.version_info < (3, 11):
     import tomli as tomllib
@@ -76,7 +76,7 @@ def commands(text: str, folder: Path) -> list[list[str]]:
 def shown(page: Path) -> Iterator[Block]:
     """The page's commands: bash blocks, and what prose quotes, such as ``coder-plugin recipes``."""
     yield from blocks(page, "bash")
-    text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.M | re.S)
+    text = prose(page)
     for quoted in QUOTED.finditer(text):
         command = " ".join(quoted[1].split())
         ending = "" if command.startswith("python scripts") else " …"  # a part of a command

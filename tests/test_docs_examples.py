@@ -15,7 +15,7 @@ from coder_plugin import registry
 from coder_plugin.backbones.base import OUTPUT_KEYS
 from coder_plugin.resolver import OWN_DISTRIBUTION
 from tests import fresh
-from tests.documentation import PAGES, ROOT, blocks
+from tests.documentation import PAGES, ROOT, blocks, prose
 
 
 def python(page: Path) -> str:
@@ -66,8 +66,7 @@ def test_python_blocks_name_what_exists() -> None:
 
 def test_code_in_a_sentence_fits_its_column() -> None:
     """It does not wrap on a wide screen: what is longer than about 100 characters needs a block."""
-    fenced = re.compile(r"^```.*?^```$", re.M | re.S)
-    codes = [code for page in PAGES for code in re.findall(r"`([^`]+)`", fenced.sub("", page.read_text(encoding="utf-8")))]
+    codes = [code for page in PAGES for code in re.findall(r"`([^`]+)`", prose(page))]
     assert len(codes) > 1000
     assert not [code for code in codes if len(code) > 100]
 

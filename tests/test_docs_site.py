@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.documentation import prose
+
 pytest.importorskip("mkdocs")
 pytestmark = pytest.mark.slow  # the workflow builds the site in a job of its own
 
@@ -73,9 +75,9 @@ def test_the_api_pages_hold_the_docstrings(site: Path) -> None:
 def test_lists_tables_and_code_are_rendered(site: Path, page: Path) -> None:
     """GitHub begins a list or a table after any line; Python-Markdown wants an empty one, and four spaces inside lists."""
     text, html = (ROOT / "docs" / page).read_text(encoding="utf-8"), article(site, page)
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    assert html.count("<li>") == len(re.findall(r"^ *(?:[-*]|\d+\.) ", prose, flags=re.M))
-    assert html.count("<tr>") == len(re.findall(r"^\|(?! ?-{2,})", prose, flags=re.M))
+    outside = prose(ROOT / "docs" / page)
+    assert html.count("<li>") == len(re.findall(r"^ *(?:[-*]|\d+\.) ", outside, flags=re.M))
+    assert html.count("<tr>") == len(re.findall(r"^\|(?! ?-{2,})", outside, flags=re.M))
     assert html.count("<pre>") == len(re.findall(r"^```", text, flags=re.M)) / 2
     assert "```" not in html
 

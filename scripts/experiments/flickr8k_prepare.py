@@ -5,9 +5,10 @@
     python scripts/experiments/flickr8k_shards.py dataset_flickr8k.json Flicker8k_Dataset SHARDS
     python scripts/experiments/flickr8k_prepare.py SHARDS work --vectors VECTORS.txt
 
-`towers/` (an ImageNet EfficientNet-Lite0 and MiniLM), `frozen.pt` (their features, for frozen.toml), `regions/` (36 regions of
-an image: the cells of the last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links
-to the shards. What is there already stays.
+`towers/` (an ImageNet EfficientNet-Lite0 and MiniLM; `towers-linear/` with linear projections), `frozen.pt` (their features,
+for frozen.toml), `cells.pt` (the image's cells too, for selfalign.toml), `regions/` (36 regions of an image: the cells of the
+last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links to the shards. What is there
+already stays.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ def prepare(shards: Path, work: Path, vectors: str, tagger: str) -> None:
         for shard in found:
             if not (link := work / split / shard.name).is_symlink():
                 link.symlink_to(shard.resolve())
-    call("towers/lite0.safetensors", str(HERE / "flickr8k_towers.py"), "towers", "--context-length", "24")
+    for folder, proj in (("towers", "mlp"), ("towers-linear", "linear")):
+        made = f"{folder}/lite0-minilm.json"
+        call(made, str(HERE / "flickr8k_towers.py"), folder, "--context-length", "24", "--proj", proj)
     text = json.loads((work / "towers" / "lite0-minilm.json").read_text())["text_cfg"]["hf_model_name"]
     if not (work / "towers" / "minilm").is_symlink():
         (work / "towers" / "minilm").symlink_to(text)
     towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
     data = ["--train-data", "train/*.tar", "--val-data", "val/*.tar"]
-    call("frozen.pt", str(HERE / "frozen_towers.py"), "cache", "frozen.pt", *towers, *data)
+    for made, more in (("frozen.pt", []), ("cells.pt", ["--cells"])):
+        call(made, str(HERE / "frozen_towers.py"), "cache", made, *more, *towers, *data)
     for split, name in (("train", "train"), ("val", "dev")):
         command, extracted = ["-m", "coder_plugin.cli", "regions"], f"regions-shards-{name}"
         call(f"regions/{name}_ims.npy", *command, "extract", f"{split}/*.tar", extracted, *DETECTOR, "--to-split", name)

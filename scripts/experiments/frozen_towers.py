@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train losses on cached features of frozen towers: a run takes a minute or a few on a CPU. For frozen.toml.
+"""Train losses on cached features of frozen towers: minutes a run on a CPU. For frozen.toml and selfalign.toml.
 
     python scripts/experiments/flickr8k_towers.py towers --context-length 24
     python scripts/experiments/frozen_towers.py cache frozen.pt --model towers/lite0-minilm.json \\
@@ -7,7 +7,8 @@
     python scripts/experiments/frozen_towers.py train frozen.pt --model towers/lite0-minilm.json --loss dcl --output dcl.json
 
 `cache` encodes every image (evaluation transform: no augmentation) and every caption once, with an open_clip model that has a
-timm image tower and a transformers text tower. `train` builds the same model, puts the cached features in the place of the two
+timm image tower and a transformers text tower. With `--cells` it keeps the image tower's last grid and the words before the
+last layer too, which word-region losses read. `train` builds the same model, puts the cached features in the place of the two
 towers, and trains the projections and heads. Losses, heads, `post_step` and `embed_*` are those of the package. The momentum
 copy consists of projections and heads too: frozen towers would give it the same features. It writes what
 `coder-plugin compare` reads: R@sum after each epoch on images of the training split that are held out, drawn at random, and
@@ -69,15 +70,18 @@ def hold_out(split: dict[str, Any], images: int, seed: int) -> tuple[dict[str, A
 
     def part(rows: Tensor) -> dict[str, Any]:
         texts = rows[image_of]
-        return {"images": split["images"][rows], "ids": split["ids"][texts], "tokens": split["tokens"][texts],
-                "image_of_caption": (rows.cumsum(0) - 1)[image_of[texts]]}  # fmt: skip
+        of_texts = {key: split[key][texts] for key in ("ids", "tokens", "before") if key in split}
+        return {"images": split["images"][rows], "image_of_caption": (rows.cumsum(0) - 1)[image_of[texts]], **of_texts}
 
     return part(~held), part(held)
 
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C], token ids [T, L], their features [T, L, C] in float16, and the image of each caption [T]."""
+    """Write image features [N, C], token ids [T, L], their features [T, L, C] in float16, and the image of each caption [T].
+
+    With ``cells``, images are the last grid [N, C, H, W] in float16, and ``before`` has the words before the last layer.
+    """
     config = resolve_config(
         dict(
             model=options.model,
@@ -102,39 +106,55 @@ def cache(options: argparse.Namespace) -> None:
             captions += item.captions
             image_of += [number] * len(item.captions)
             if len(batch) == 64:
-                images.append(encode_images(model, batch))
+                images.append(encode_images(model, batch, options.cells))
                 batch = []
         if batch:
-            images.append(encode_images(model, batch))
+            images.append(encode_images(model, batch, options.cells))
         ids = tokenize(captions)
-        tokens = torch.zeros(*ids.shape, model.text.transformer.config.hidden_size, dtype=torch.float16)
+        layers = (-1, -2) if options.cells else (-1,)
+        tokens, *before = (
+            torch.zeros(*ids.shape, model.text.transformer.config.hidden_size, dtype=torch.float16) for _ in layers
+        )
         lengths = (ids != pad).sum(1)
         for rows in lengths.argsort(stable=True).split(128):  # captions of similar length: less padding
             words = ids[rows, : int(lengths[rows].max())]
-            output = model.text.transformer(input_ids=words, attention_mask=(words != pad).long())
-            tokens[rows, : words.shape[1]] = output.last_hidden_state.half()
+            output = model.text.transformer(words, attention_mask=(words != pad).long(), output_hidden_states=True)
+            for layer, states in zip(layers, (tokens, *before), strict=True):
+                states[rows, : words.shape[1]] = output.hidden_states[layer].half()
         splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": tokens,
-                         "image_of_caption": torch.tensor(image_of)}  # fmt: skip
+                         "image_of_caption": torch.tensor(image_of)} | dict(zip(["before"], before, strict=False))  # fmt: skip
         print(f"{split}: {len(splits[split]['images'])} images, {len(ids)} captions", flush=True)
     torch.save(splits, f"{options.cache}.tmp")
     Path(f"{options.cache}.tmp").replace(options.cache)
 
 
-def encode_images(model: Any, batch: list[Tensor]) -> Tensor:
-    return model.visual.trunk(torch.stack(batch).to(memory_format=torch.channels_last))  # type: ignore[no-any-return]
+def encode_images(model: Any, batch: list[Tensor], cells: bool) -> Tensor:
+    trunk, images = model.visual.trunk, torch.stack(batch).to(memory_format=torch.channels_last)
+    return trunk.forward_features(images).half().contiguous() if cells else trunk(images)  # type: ignore[no-any-return]
 
 
 class CachedTrunk(nn.Module):
-    """Replaces the image trunk. Its input is the cached feature, which it returns."""
+    """Replaces the image trunk. Its input is the cached feature, or the last grid [B, C, H, W]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return self.forward_head(x)
+
+    def forward_intermediates(self, x: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+        return x, [x]
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3)) if x.ndim == 4 else x
 
 
 class CachedTransformer(nn.Module):
     """Replaces the text transformer: looks up the token features of captions in the splits of :meth:`take`, by their ids."""
 
-    tables: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of each split: sorted hashes, their rows, ids, features
+    #: Of each split: sorted hashes, their rows, ids, features, and features before the last layer.
+    tables: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])  # the place of the last layer, whose input SelfAlign reads
 
     @classmethod
     def take(cls, *splits: dict[str, Tensor]) -> None:
@@ -142,22 +162,22 @@ class CachedTransformer(nn.Module):
         cls.tables.clear()  # shared with the momentum copy
         for split in splits:
             hashes, rows = _hash(split["ids"]).sort()
-            cls.tables.append((hashes, rows, split["ids"], split["tokens"]))
+            cls.tables.append((hashes, rows, split["ids"], split["tokens"], split.get("before")))
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        features = torch.zeros(0)
+        features = torch.zeros(2, *input_ids.shape, self.tables[0][3].shape[2])  # of the last layer, and before it
         missing = torch.ones(len(input_ids), dtype=torch.bool)
-        for hashes, rows, ids, tokens in self.tables:
+        for hashes, rows, ids, *kept in self.tables:
             found = rows[torch.searchsorted(hashes, _hash(input_ids)).clamp(max=len(rows) - 1)]
             hit = missing & (ids[found] == input_ids).all(1)
-            if hit.any():
-                if not features.numel():
-                    features = torch.zeros(len(input_ids), *tokens.shape[1:])
-                features[hit] = tokens[found[hit]].float()
-                missing &= ~hit
+            for number, states in enumerate(kept):
+                if states is not None:
+                    features[number, hit] = states[found[hit]].float()
+            missing &= ~hit
         if missing.any():
             raise ValueError(f"{int(missing.sum())} captions of a batch are in no cache")
-        return SimpleNamespace(last_hidden_state=features)
+        self.layers[0](features[1])
+        return SimpleNamespace(last_hidden_state=features[0])
 
 
 def _hash(ids: Tensor) -> Tensor:
@@ -178,26 +198,28 @@ def make_objective(expression: str, settings: list[str], facts: TrainingFacts) -
 def make_model(objective: Objective, seed: int, path: str) -> Any:
     torch.manual_seed(seed)
     model = coder_plugin.create_model(path, loss=objective)
-    model.visual.trunk, model.text.transformer = CachedTrunk(), CachedTransformer()
+    model.text.transformer = CachedTransformer()
     reads = resolve(objective, clip.available_keys(model)).reads
-    model._coder_capture = FeatureCapture(model, reads & INTERMEDIATE_KEYS)  # on the replaced towers
+    model._coder_capture = FeatureCapture(model, reads & INTERMEDIATE_KEYS)  # it tries the image trunk, and hooks the new text
+    model.visual.trunk = CachedTrunk()
     model.coder.attach(model)  # the momentum copy is one of the model without towers
     return model.train()
 
 
 def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Train on all captions of the first split, choose the epoch by the second, and rank ``val`` by its weights."""
+    """Train on captions of the first split, choose the epoch by the second, and rank ``val`` by its weights."""
     split, held_out = splits
     CachedTransformer.take(split, held_out, val)
     image_of, size = split["image_of_caption"], options.batch_size
+    pairs = len(image_of if options.captions == "all" else split["images"])
     facts = TrainingFacts(
-        loss=options.loss, samples_per_epoch=len(image_of), captions="all", pairs_per_step=size, epochs=options.epochs,
+        loss=options.loss, samples_per_epoch=pairs, captions=options.captions, pairs_per_step=size, epochs=options.epochs,
         concepts=options.concepts,
     )  # fmt: skip
     objective = make_objective(options.loss, options.set, facts)
     model = make_model(objective, options.seed, options.model)
     loss = coder_plugin.create_loss(objective, model=model)
-    steps, generator = len(image_of) // size, torch.Generator().manual_seed(options.seed)
+    steps, generator = pairs // size, torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=options.lr, weight_decay=WEIGHT_DECAY), fused=True)
     schedule = create_schedule(optimizer, resolve_config({"epochs": options.epochs}), steps)
     before = evaluate(model, held_out)["rsum"]
@@ -206,9 +228,9 @@ def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], op
     best: dict[str, Tensor] = {}
     for _ in range(options.epochs):
         begun = time.perf_counter()
-        for captions in torch.randperm(len(image_of), generator=generator)[: steps * size].split(size):
+        for captions in epoch_order(image_of, options.captions, generator)[: steps * size].split(size):
             rows = image_of[captions]
-            value = sum(loss(**model(split["images"][rows], split["ids"][captions], image_id=rows)).values())
+            value = sum(loss(**model(split["images"][rows].float(), split["ids"][captions], image_id=rows)).values())
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
@@ -233,11 +255,21 @@ def train(splits: tuple[dict[str, Any], dict[str, Any]], val: dict[str, Any], op
     }  # fmt: skip
 
 
+def epoch_order(image_of: Tensor, captions: str, generator: torch.Generator) -> Tensor:
+    """The captions of an epoch in random order: all of them, or one of each image."""
+    order = torch.randperm(len(image_of), generator=generator)
+    if captions == "all":
+        return order
+    by_image, counts = order[image_of[order].argsort(stable=True)], image_of.bincount()
+    return by_image[counts.cumsum(0) - counts][torch.randperm(len(counts), generator=generator)]
+
+
 @torch.no_grad()
 def evaluate(model: Any, split: dict[str, Any]) -> dict[str, Any]:
     model.eval()
     texts = torch.cat([model.embed_text(ids) for ids in split["ids"].split(500)])
-    result: dict[str, Any] = recall_from_embeddings(model.embed_image(split["images"]), texts, split["image_of_caption"])
+    images = torch.cat([model.embed_image(each.float()) for each in split["images"].split(500)])
+    result: dict[str, Any] = recall_from_embeddings(images, texts, split["image_of_caption"])
     model.train()
     return result
 
@@ -254,11 +286,14 @@ def build_parser() -> argparse.ArgumentParser:
     cache_command.add_argument("--image-weights", required=True, help="safetensors file of the image tower")
     cache_command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
     cache_command.add_argument("--val-data", required=True, help="validation data")
+    cache_command.add_argument("--cells", action="store_true", help="keep the last grid, and words before the last layer")
     train_command.add_argument("--loss", required=True, help="loss expression")
     train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
                                help="options of terms and heads; a loss without the owner ignores them")  # fmt: skip
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
-    train_command.add_argument("--epochs", type=int, default=5, help="epochs of all captions [5]")
+    train_command.add_argument("--captions", default="all", choices=("all", "draw"),
+                               help="of an epoch: all, or one of each image, drawn at random [all]")  # fmt: skip
+    train_command.add_argument("--epochs", type=int, default=5, help="[5]")
     train_command.add_argument("--batch-size", type=int, default=128, help="pairs of a step [128]")
     train_command.add_argument("--lr", type=float, default=1e-4, help="learning rate [1e-4]")
     train_command.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the pairs [0]")

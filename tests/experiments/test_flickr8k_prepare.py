@@ -41,9 +41,8 @@ def test_each_step_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert frozen_towers.build_parser().parse_args(words[1:]).val_data == "val/*.tar"
             (cwd / words[2]).touch()
         else:
-            (cwd / "towers").mkdir(exist_ok=True)
-            (cwd / "towers" / "lite0.safetensors").touch()
-            (cwd / "towers" / "lite0-minilm.json").write_text(json.dumps({"text_cfg": {"hf_model_name": str(tmp_path)}}))
+            (cwd / words[1]).mkdir(exist_ok=True)
+            (cwd / words[1] / "lite0-minilm.json").write_text(json.dumps({"text_cfg": {"hf_model_name": str(tmp_path)}}))
         return SimpleNamespace(returncode=status)
 
     monkeypatch.setattr(flickr8k_prepare, "subprocess", SimpleNamespace(run=run))
@@ -53,13 +52,13 @@ def test_each_step_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "vectors.txt").write_text("dog 1.0")
     flickr8k_prepare.prepare(shards, work, "vectors.txt", "scenes")
     assert str(tmp_path / "vectors.txt") in made[-1], "the steps run in another folder"
-    assert len(made) == 7 and {path.name for path in (work / "regions").iterdir()} == {"train_ims.npy", "dev_ims.npy"}
+    assert len(made) == 9 and {path.name for path in (work / "regions").iterdir()} == {"train_ims.npy", "dev_ims.npy"}
     assert (work / "train" / "train-000001.tar").resolve() == shards / "train-000001.tar"
     assert (work / "towers" / "minilm").resolve() == tmp_path
     flickr8k_prepare.prepare(shards, work, "none", "scenes")
-    assert len(made) == 7, "what is there stays"
+    assert len(made) == 9, "what is there stays"
     (work / "frozen.pt").unlink()
     status = 1
     with pytest.raises(SystemExit, match="failed: .*cache frozen.pt"):
         flickr8k_prepare.prepare(shards, work, "none", "scenes")
-    assert len(made) == 8
+    assert len(made) == 10

@@ -41,6 +41,65 @@ def test_features_of_both_splits_are_cached(tmp_path: Path) -> None:
     assert len(_own_result(tmp_path)["val"]["t2i_ranks"]) == 16  # type: ignore[index]
 
 
+@pytest.mark.parametrize("loss", ["clip + selfalign", "3*dcl"])
+def test_cached_cells_and_words_give_the_features_of_the_whole_model(
+    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import frozen_towers
+    import timm
+    from safetensors.torch import save_file
+
+    from coder_plugin.data.from_config import make_source
+    from coder_plugin.pretrained import build
+    from coder_plugin.pretrained.options import resolve_config
+
+    path, _ = tiny_bert.make_clip(tmp_path)
+    torch.manual_seed(0)
+    weights = str(tmp_path / "image.safetensors")
+    save_file(timm.create_model("test_efficientnet", num_classes=5).state_dict(), weights)
+    data = {f"{name}_data": str(made.write_split(tmp_path, name, 0, 6)) for name in ("train", "val")}
+    paths = [f"--{name.replace('_', '-')}={value}" for name, value in data.items()]
+    cache = str(tmp_path / "cells.pt")
+    threads = ["--threads", str(torch.get_num_threads())]
+    frozen_towers.main(["cache", cache, "--cells", "--model", str(path), "--image-weights", weights, *paths, *threads])
+    split = torch.load(cache, weights_only=True)["train"]
+    frozen_towers.CachedTransformer.take(split)
+    objective = frozen_towers.Objective.parse(loss)
+    cached = frozen_towers.make_model(objective, 0, str(path)).eval()
+
+    means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    config = resolve_config({"model": str(path), "pretrained_image_path": weights, **means, **data})
+    whole = build.make_model(config.model, objective, torch.device("cpu")).eval()
+    whole.load_state_dict(cached.state_dict(), strict=False)  # the projections and heads
+    transform = build.make_transform(whole)
+    images = torch.stack([transform(item.load()) for _, item in make_source(config.data, split="train").items()])
+    with torch.no_grad():
+        expected = {**whole.describe_image(images), **whole.describe_text(split["ids"])}
+        got = {**cached.describe_image(split["images"].float()), **cached.describe_text(split["ids"])}
+    assert expected.keys() == got.keys() and len(got) == (2 if "dcl" in loss else 10)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, atol=2e-3, rtol=2e-3, msg=key)
+    output, steps, make = tmp_path / "output.json", [], frozen_towers.create_schedule
+    monkeypatch.setattr(frozen_towers, "create_schedule", lambda *words: steps.append(words[2]) or make(*words))
+    frozen_towers.main(["train", cache, "--model", str(path), "--loss", loss, "--captions=draw", "--epochs=1", "--batch-size=4",
+                        "--hold-out=2", "--output", str(output), *threads])  # fmt: skip
+    assert len(_own_result(tmp_path)["val"]["t2i_ranks"]) == 12  # type: ignore[index]
+    assert steps == [1]  # 4 images with a caption each
+
+
+def test_an_epoch_has_all_captions_or_one_of_each_image() -> None:
+    from frozen_towers import epoch_order
+
+    image_of = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+    generator = torch.Generator().manual_seed(0)
+    assert epoch_order(image_of, "all", generator).sort().values.tolist() == list(range(8))
+    drawn = torch.stack([epoch_order(image_of, "draw", generator) for _ in range(200)])
+    assert image_of[drawn].sort(1).values.tolist() == [[0, 1, 2, 3]] * 200
+    assert len(image_of[drawn].unique(dim=0)) == 24  # all orders of the images
+    counts = drawn.flatten().bincount()
+    assert counts[5] == 200 and counts.min() > 40  # and all captions
+
+
 def make_cache(tmp_path: Path) -> tuple[str, dict[str, Any]]:
     """A cache where captions have their image's feature."""
     model, text = tiny_bert.make_clip(tmp_path)
@@ -97,6 +156,8 @@ def test_images_held_aside_are_drawn_with_all_of_their_captions(tmp_path: Path) 
     assert len(held["images"]) == 20 and len(held["ids"]) == 40 and len(kept["images"]) == 40 and len(kept["ids"]) == 80
     every = {tuple(feature.tolist()) for part in (kept, held) for feature in part["images"]}
     assert every == {tuple(feature.tolist()) for feature in split["images"]}
+    before = frozen_towers.hold_out({**split, "before": split["tokens"]}, 20, 0)
+    assert all(torch.equal(part["before"], part["tokens"]) for part in before)
     for part in (kept, held):  # a caption's features are those of its image
         own = part["images"][part["image_of_caption"], : part["tokens"].shape[2]]
         assert torch.equal(part["tokens"][:, 0], own.half())

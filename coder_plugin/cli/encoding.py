@@ -78,7 +78,10 @@ class SearchFlags(IndexFlags, RerankerFlag):
         None, "the index's model, if it has moved: a run or an export", flag="model", metavar="RUN"
     )
     rerank: str | None = option(
-        None, "candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]", metavar="K"
+        None,
+        "candidates that are re-ranked, or all; 0: none [32, all if only the fusion was trained, 0 if the index lacks what "
+        "it needs]",
+        metavar="K",
     )
 
 

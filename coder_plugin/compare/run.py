@@ -154,9 +154,11 @@ class Comparison:
     def choose(self) -> None:
         """Train every row at each of its rates and options with seed 0."""
         grid = self._grid()
-        levels = max((len(rates) for rates in self.schedule.rates.values()), default=1) or 1
-        for level in range(levels):
-            points = [point for row in self.plan.rows for point in grid[row.name] if self._level(point) == level]
+        count = max((len(rates) for rates in self.schedule.rates.values()), default=1) or 1
+        levels = [
+            [point for points in grid.values() for point in points if self._level(point) == level] for level in range(count)
+        ]
+        for level, points in enumerate(self._batches(levels)):
             if level and not self._fits(points):
                 self.schedule.rates = {name: rates[:level] for name, rates in self.schedule.rates.items()}
                 self._say_left_out()
@@ -189,13 +191,18 @@ class Comparison:
                         self.runs.drop_export(point)
                 if self.runs.forget_lost(best):
                     self._train([best])
-        for seed in range(1, self.schedule.seeds):
-            points = [point for point in self._chosen_seeds() if point.seed == seed]
+        chosen = self._chosen_seeds()
+        seeds = [[point for point in chosen if point.seed == seed] for seed in range(1, self.schedule.seeds)]
+        for seed, points in enumerate(self._batches(seeds), 1):
             if not self._fits(points):
                 self.schedule.seeds = seed
                 self._say_left_out()
                 break
             self._train(points)
+
+    def _batches(self, batches: list[list[Point]]) -> list[list[Point]]:
+        """What is trained before the time is looked at again: without a budget all, so that no job waits for a batch's end."""
+        return batches if self.budget is not None else [[point for batch in batches for point in batch]]
 
     def _train(self, points: Sequence[Point]) -> None:
         def on_end(point: Point, seconds: float) -> None:

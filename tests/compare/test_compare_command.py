@@ -235,6 +235,10 @@ def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
     alone, world.now = world.now, 0.0
     command(f"{RATES} --jobs 2", output="two")
     assert world.now == pytest.approx(alone / 2, rel=0.1)
+    # runs of unequal length: no job waits for the slowest run of a rate or a seed, which would take 500 seconds
+    world.best, world.seconds, world.now = {"clip": 1e-4, "dcl": 1e-4}, {"clip": 100.0, "dcl": 40.0}, 0.0
+    command(f"{RATES} --jobs 2", output="unequal")
+    assert world.now < 400
 
 
 def test_the_estimate_is_said_before_anything_is_trained(world: World, command: Compare) -> None:

@@ -54,12 +54,14 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, Any]:
     clock = Clock()
     trainer = Trainer.from_config(resolve_config(options), callbacks=[clock])
     trainer.run()
-    first = min(_FIRST, len(clock.steps) - 1)
+    first = min(_FIRST, max(0, len(clock.steps) - 2))
     counted = clock.steps[first:]
-    warm_up = clock.steps[first] - clock.evaluated[0]
-    step = (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else warm_up / len(clock.steps)
+    if len(counted) > 1:
+        step = (counted[-1] - counted[0]) / (len(counted) - 1)
+    else:  # one step: with the start, or from an evaluation before it
+        step = clock.steps[0] - (clock.evaluated[0] if clock.evaluated[0] < clock.steps[0] else begun)
     evaluation, save = clock.evaluated[-1] - clock.steps[-1], clock.saved - clock.evaluated[-1]
-    before = clock.evaluated[0] - begun + warm_up - (first + 1) * step
+    before = clock.steps[first] - begun - (first + 1) * step
     seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)
     disk = sum(path.stat().st_size for path in trainer.folder.rglob("*") if path.is_file())
     warnings = [f"{each.text}: {each.do}" for each in advice(trainer.config, trainer.model, trainer.loss)]

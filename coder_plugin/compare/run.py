@@ -112,7 +112,7 @@ class Comparison:
         text += f", {finished} of them finished" if finished else ""
         if costs:
             text += (
-                f": about {duration(self._left())}, {disk / 1e6:,.0f} MB of disk at most (measured over {STEPS} steps; "
+                f": about {duration(self._left())}, {disk / 1e6:,.0f} MB of disk at most (measured over at most {STEPS} steps; "
                 f"steps of a run: {steps})"
             )
         if len(costs) < len(self.plan.rows):
@@ -123,7 +123,7 @@ class Comparison:
         self._say_left_out()
 
     def _probe(self, row: Row) -> dict[str, Any]:
-        self.say(f"timing {STEPS} steps of {row.name}, which may take a minute")
+        self.say(f"timing up to {STEPS} steps of {row.name}, which may take a minute")
         point, folder = row.points()[0], self.folder / "probe"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

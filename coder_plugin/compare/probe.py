@@ -54,14 +54,20 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, Any]:
     clock = Clock()
     trainer = Trainer.from_config(resolve_config(options), callbacks=[clock])
     trainer.run()
+    evaluation, save = clock.evaluated[-1] - clock.steps[-1], clock.saved - clock.evaluated[-1]
+
+    def training(start: float, end: float) -> float:
+        """Seconds between two steps without the evaluations and checkpoints of epochs that end there."""
+        return end - start - (evaluation + save) * sum(start < moment < end for moment in clock.evaluated)
+
     first = min(_FIRST, max(0, len(clock.steps) - 2))
     counted = clock.steps[first:]
     if len(counted) > 1:
-        step = (counted[-1] - counted[0]) / (len(counted) - 1)
+        step = training(counted[0], counted[-1]) / (len(counted) - 1)
     else:  # one step: with the start, or from an evaluation before it
         step = clock.steps[0] - (clock.evaluated[0] if clock.evaluated[0] < clock.steps[0] else begun)
-    evaluation, save = clock.evaluated[-1] - clock.steps[-1], clock.saved - clock.evaluated[-1]
-    before = clock.steps[first] - begun - (first + 1) * step
+    step = max(step, 0.0)
+    before = clock.steps[0] - begun + training(clock.steps[0], clock.steps[first]) - (first + 1) * step
     seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)
     disk = sum(path.stat().st_size for path in trainer.folder.rglob("*") if path.is_file())
     warnings = [f"{each.text}: {each.do}" for each in advice(trainer.config, trainer.model, trainer.loss)]

@@ -6,9 +6,9 @@
     python scripts/experiments/flickr8k_prepare.py SHARDS work --vectors VECTORS.txt
 
 `towers/` (an ImageNet EfficientNet-Lite0 and MiniLM; `towers-linear/` with linear projections), `frozen.pt` (their features,
-for frozen.toml), `cells.pt` (the image's cells too, for selfalign.toml), `regions/` (36 regions of an image: the cells of the
-last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links to the shards. What is there
-already stays.
+for frozen.toml), `cells.pt` (cells in place of image features, for selfalign.toml), `regions/` (36 regions of an image: the
+cells of the last feature map), `concepts.safetensors` (400 words of the captions), and `train` and `val`, links to the shards.
+What is there already stays.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@
     python scripts/experiments/frozen_towers.py train frozen.pt --model towers/lite0-minilm.json --loss dcl --output dcl.json
 
 `cache` encodes every image (evaluation transform: no augmentation) and every caption once, with an open_clip model that has a
-timm image tower and a transformers text tower. With `--cells` it keeps the image tower's last grid and the words before the
-last layer too, which word-region losses read. `train` builds the same model, puts the cached features in the place of the two
-towers, and trains the projections and heads. Losses, heads, `post_step` and `embed_*` are those of the package. The momentum
-copy consists of projections and heads too: frozen towers would give it the same features. It writes what
-`coder-plugin compare` reads: R@sum after each epoch on images of the training split that are held out, drawn at random, and
-the ranks of the best epoch on the validation split.
+timm image tower and a transformers text tower. With `--cells` it keeps the image tower's last grid in place of the feature, and
+also the words before the last layer: word-region losses read both. `train` builds the same model, puts the cached features in
+the place of the two towers, and trains the projections and heads. Losses, heads, `post_step` and `embed_*` are those of the
+package. The momentum copy consists of projections and heads too: frozen towers would give it the same features. It writes what
+`coder-plugin compare` reads: R@sum after each epoch on images of the training split that are held out, drawn at random, and the
+ranks of the best epoch on the validation split.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def measure(options: Mapping[str, Any], begun: float) -> dict[str, Any]:
     if len(counted) > 1:
         step = training(counted[0], counted[-1]) / (len(counted) - 1)
     else:  # one step: with the start, or from an evaluation before it
-        step = clock.steps[0] - (clock.evaluated[0] if clock.evaluated[0] < clock.steps[0] else begun)
+        step = clock.steps[0] - max(moment for moment in (begun, *clock.evaluated) if moment < clock.steps[0])
     step = max(step, 0.0)
     before = clock.steps[0] - begun + training(clock.steps[0], clock.steps[first]) - (first + 1) * step
     seconds = before + trainer.total_steps * step + trainer.config.optim.epochs * (evaluation + save)

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +155,8 @@ class Comparison:
 
     def choose(self) -> None:
         """Train every row at each of its rates and options with seed 0."""
-        grid = self._grid()
-        count = max((len(rates) for rates in self.schedule.rates.values()), default=1) or 1
-        levels = [
-            [point for points in grid.values() for point in points if self._level(point) == level] for level in range(count)
-        ]
-        for level, points in enumerate(self._batches(levels)):
+        grid = [point for points in self._grid().values() for point in points]
+        for level, points in enumerate(self._batches(grid, self._level)):
             if level and not self._fits(points):
                 self.schedule.rates = {name: rates[:level] for name, rates in self.schedule.rates.items()}
                 self._say_left_out()
@@ -191,18 +189,18 @@ class Comparison:
                         self.runs.drop_export(point)
                 if self.runs.forget_lost(best):
                     self._train([best])
-        chosen = self._chosen_seeds()
-        seeds = [[point for point in chosen if point.seed == seed] for seed in range(1, self.schedule.seeds)]
-        for seed, points in enumerate(self._batches(seeds), 1):
+        others = [point for point in self._chosen_seeds() if point.seed]
+        for seed, points in enumerate(self._batches(others, attrgetter("seed")), 1):
             if not self._fits(points):
                 self.schedule.seeds = seed
                 self._say_left_out()
                 break
             self._train(points)
 
-    def _batches(self, batches: list[list[Point]]) -> list[list[Point]]:
-        """What is trained before the time is looked at again: without a budget all, so that no job waits for a batch's end."""
-        return batches if self.budget is not None else [[point for batch in batches for point in batch]]
+    def _batches(self, points: Iterable[Point], key: Callable[[Point], int]) -> list[list[Point]]:
+        """Points by ascending key, those of one key together. Without a budget all together: no job waits for the next key."""
+        ordered = sorted(points, key=key)
+        return [ordered] if self.budget is None else [list(group) for _, group in groupby(ordered, key)]
 
     def _train(self, points: Sequence[Point]) -> None:
         def on_end(point: Point, seconds: float) -> None:

@@ -149,8 +149,8 @@ class CachedTrunk(nn.Module):
 class CachedTransformer(nn.Module):
     """Replaces the text transformer: looks up the token features of captions in the splits of :meth:`take`, by their ids."""
 
-    #: Of each split: sorted hashes, their rows, ids, features, and features before the last layer.
-    tables: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = []
+    #: Of each split: sorted hashes, their rows, ids, and features: of the last layer, and before it if the cache has them.
+    tables: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,21 +162,20 @@ class CachedTransformer(nn.Module):
         cls.tables.clear()  # shared with the momentum copy
         for split in splits:
             hashes, rows = _hash(split["ids"]).sort()
-            cls.tables.append((hashes, rows, split["ids"], split["tokens"], split.get("before")))
+            cls.tables.append((hashes, rows, split["ids"], [split[key] for key in ("tokens", "before") if key in split]))
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        features = torch.zeros(2, *input_ids.shape, self.tables[0][3].shape[2])  # of the last layer, and before it
+        features = [torch.zeros(*input_ids.shape, states.shape[2]) for states in self.tables[0][3]]
         missing = torch.ones(len(input_ids), dtype=torch.bool)
-        for hashes, rows, ids, *kept in self.tables:
+        for hashes, rows, ids, kept in self.tables:
             found = rows[torch.searchsorted(hashes, _hash(input_ids)).clamp(max=len(rows) - 1)]
             hit = missing & (ids[found] == input_ids).all(1)
-            for number, states in enumerate(kept):
-                if states is not None:
-                    features[number, hit] = states[found[hit]].float()
+            for out, states in zip(features, kept, strict=True):
+                out[hit] = states[found[hit]].float()
             missing &= ~hit
         if missing.any():
             raise ValueError(f"{int(missing.sum())} captions of a batch are in no cache")
-        self.layers[0](features[1])
+        self.layers[0](features[-1])
         return SimpleNamespace(last_hidden_state=features[0])
 
 
@@ -293,7 +292,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--captions", default="all", choices=("all", "draw"),
                                help="of an epoch: all, or one of each image, drawn at random [all]")  # fmt: skip
-    train_command.add_argument("--epochs", type=int, default=5, help="[5]")
+    train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
     train_command.add_argument("--batch-size", type=int, default=128, help="pairs of a step [128]")
     train_command.add_argument("--lr", type=float, default=1e-4, help="learning rate [1e-4]")
     train_command.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the pairs [0]")

@@ -13,7 +13,7 @@ from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.plugin_backbones import find_backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.config import TrainConfig
-from coder_plugin.training.optim import after_tower, parameter_groups
+from coder_plugin.training.optim import IMAGE_TOWER, after_tower, parameter_groups
 
 #: Learning rates, by a part of the optimizer's name, above which pretrained towers lose what they know. Usual with
 #: Adam: 1e-5 to 3e-5; reported to fail: 1e-4 with Lion, whose steps are larger. Other optimizers' rates have another scale.
@@ -40,11 +40,11 @@ def advice(config: TrainConfig, model: Any, loss: CoderLoss, *, pretrained: bool
         pretrained: whether ``config`` tells which weights the model started from; a model made elsewhere is not judged by them.
 
     Returns:
-        At most one piece of advice for each of ``rate``, ``batch``, ``logit_scale`` and ``teacher``.
+        At most one piece of advice for each of ``rate``, ``batch``, ``logit_scale``, ``frozen`` and ``teacher``.
     """
     found = [*_small_batch(config, loss), *_frozen_scale(model, loss)]
     if pretrained:
-        found += [*_rate(config, model), *_random_teacher(config, loss)]
+        found += [*_rate(config, model), *_frozen_at_random(config, model), *_random_teacher(config, loss)]
     return found
 
 
@@ -95,6 +95,18 @@ def _rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
             "rate",
             f"the towers start from random weights, and --lr {config.optim.lr:g} is a rate for pretrained ones",
             "recall stays near chance for many epochs. Start from weights (--pretrained), or give --lr 5e-4",
+        )
+
+
+def _frozen_at_random(config: TrainConfig, model: Any) -> Iterator[Advice]:
+    if find_backbone(config.model.name) is not None or starts_from_weights(config) or config.run.resume:
+        return
+    tower = [p for name, p in model.named_parameters() if name.startswith(IMAGE_TOWER) and not after_tower(name)]
+    if tower and not any(parameter.requires_grad for parameter in tower):
+        yield Advice(
+            "frozen",
+            "the image tower is frozen at random weights, so it learns nothing",
+            "give trained ones (--pretrained, --pretrained-image-path), or a recipe and flags that do not lock it",
         )
 
 

@@ -264,6 +264,21 @@ def test_the_rate_of_adapters_and_of_locked_towers_is_their_own(config: Any, cap
 
 
 @pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"lock_image": True, "pretrained": None}, True),
+        ({"recipe": "coder-frozen", "loss": None, "pretrained": None}, True),
+        ({"lock_image": True}, False),
+        ({"lock_text": True, "pretrained": None}, False),
+        ({"lora_rank": 2, "pretrained": None}, False),  # its adapters learn
+    ],
+)
+def test_an_image_tower_frozen_at_random_weights(config: Any, options: dict[str, Any], warned: bool, caplog: Any) -> None:
+    Trainer.from_config(config(**options))
+    assert ("the image tower is frozen at random weights" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
     ("loss", "options", "warned"),
     [
         ("clip", {"batch_size": 16}, True),

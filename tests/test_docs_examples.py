@@ -50,7 +50,7 @@ def test_python_blocks_run(tmp_path: Path, first: bool) -> None:
 def test_few_blocks_are_not_run() -> None:
     """Each with its reason in the page; a new one is a decision."""
     skipped = [block.name for page in PAGES for block in blocks(page, "python") if block.reason]
-    pages = ["embed"] + ["finetune_clip"] + ["frameworks"] * 3 + ["paper_and_code"]
+    pages = ["finetune_clip"] + ["frameworks"] * 3 + ["paper_and_code"]
     assert [Path(name.partition(":")[0]).stem for name in skipped] == pages, skipped
 
 

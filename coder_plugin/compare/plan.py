@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,6 +225,8 @@ def _leaves(value: Any) -> list[Any]:
 def _make_row(given: Mapping[str, Any], common: Mapping[str, Any], select_data: str | None, source: str) -> Row:
     own = {name: value for name, value in given.items() if name not in ("name", "command")}
     command = given.get("command", common.get("command"))
+    if command is not None and isinstance(val_data := common.get("val_data"), str):  # the row's own choose
+        command = command.replace("{val_data}", shlex.quote(val_data))
     options = {**{name: value for name, value in common.items() if name not in ("val_data", "command")}, **own}
     name = str(given.get("name") or own.get("loss") or own.get("recipe") or options.get("recipe") or "")
     if not name:

@@ -133,7 +133,7 @@ class Comparison:
         (folder / "options.json").write_text(json.dumps(options))
         files = [str(folder / "options.json"), str(folder / "cost.json"), str(time.time())]
         log_file = folder / "log"
-        if start([sys.executable, "-m", "coder_plugin.compare.probe", *files], log_file).wait():
+        if start([sys.executable, "-m", "coder_plugin.compare.probe", *files], log_file, self.jobs).wait():
             lines = log_file.read_text(errors="replace").strip().splitlines()
             reason = lines[-1].removeprefix("coder_plugin.errors.CoderError: ") if lines else "nothing was logged"
             raise CoderError(f"{row.name} does not train: {reason} (see {log_file})")

@@ -159,7 +159,7 @@ class Runs:
             words += ["--resume", "latest"]
         programs = {"coder-plugin": [sys.executable, "-m", "coder_plugin.cli"], "python": [sys.executable]}
         words = [*programs.get(words[0], words[:1]), *words[1:]]
-        return start(words, self.folder / f"{point.folder}.log")
+        return start(words, self.folder / f"{point.folder}.log", self.jobs)
 
     def _reason(self, point: Point, status: int) -> str:
         log_file = self.folder / f"{point.folder}.log"
@@ -168,12 +168,18 @@ class Runs:
         return f"the run ended with status {status}: {last.strip()[:300]} (see {log_file})"
 
 
-def start(words: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
-    """Start a process that writes into a log file, and that ends with this one."""
+def start(words: Sequence[str], log_file: Path, jobs: int = 1) -> subprocess.Popen[bytes]:
+    """Start a process that writes into a log file, and that ends with this one.
+
+    Several ``jobs`` share out the cores: if each started a thread for every core, steps would take several times as long.
+    """
     log_file.parent.mkdir(parents=True, exist_ok=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // jobs))} if jobs > 1 else {}
     with log_file.open("ab") as output:
         return subprocess.Popen(
             list(words), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env={**threads, **os.environ},
             preexec_fn=partial(_die_with, os.getpid()) if sys.platform == "linux" else None,
         )  # fmt: skip
 
@@ -225,5 +231,5 @@ def _own_result(folder: Path) -> dict[str, Any] | None:
     epochs = len(made["held_aside"])
     return {
         "held_aside": made["held_aside"], "before": made.get("before"), "memory_mb": made.get("memory_mb"),
-        "seconds": made.get("seconds") or [0.0] * epochs, "val": {"images": len(ranks["i2t_ranks"]), **ranks},
+        "seconds": made.get("seconds") or [0.0] * epochs, "val": {"images": None, **ranks},
     }  # fmt: skip

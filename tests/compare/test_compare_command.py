@@ -166,6 +166,17 @@ def test_another_plan_in_the_folder_uses_the_runs_that_fit(world: World, command
     assert len(world.trained) >= 6, "other options are other runs"
 
 
+def test_a_command_of_ones_own_beside_losses(world: World, command: Compare, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[[rows]]\nloss = 'clip'\n[[rows]]\nname = 'mine'\ncommand = 'mine {output}'\n")
+    text = command("--lr 1e-4 --seeds 2 --trust-plan", rows=str(plan))
+    assert text.split("use ")[1].startswith("mine at lr 0.0001: ") and " above clip; seeds 2" in text
+    world.of_another = True
+    assert "measured on different images or captions" in command(
+        "--lr 1e-4 --seeds 2 --trust-plan", rows=str(plan), output="other", status=2
+    )
+
+
 def test_a_run_that_fails_is_named_and_the_others_go_on(world: World, command: Compare) -> None:
     world.gain |= {"siglip": 0.0}
     world.best |= {"siglip": 1e-4}
@@ -233,7 +244,9 @@ def test_jobs_run_at_a_time(world: World, command: Compare) -> None:
     command(RATES, output="one")
     assert seeds_of(world, "clip") == seeds_of(world, "dcl") == [0, 0, 0, 0, 1, 2]
     alone, world.now = world.now, 0.0
+    world.jobs.clear()
     command(f"{RATES} --jobs 2", output="two")
+    assert world.jobs == {2}, "the timing of steps has as many threads as the runs"
     assert world.now == pytest.approx(alone / 2, rel=0.1)
     # runs of unequal length: no job waits for the slowest run of a rate or a seed, which would take 500 seconds
     world.best, world.seconds, world.now = {"clip": 1e-4, "dcl": 1e-4}, {"clip": 100.0, "dcl": 40.0}, 0.0

@@ -128,6 +128,12 @@ def test_a_plans_python_files_and_folders_elsewhere(tmp_path: Path) -> None:
     assert len(plans_of(tmp_path, PLAN, trust_plan=False)[0].rows) == 3
 
 
+def test_a_command_gets_the_data_of_the_measurement(tmp_path: Path) -> None:
+    text = PLAN.replace("epochs = 4", "val_data = 'my val.csv'\ncommand = 'x {loss} {val_data} {output}'")
+    for made in (*plans_of(tmp_path, text), *plans_of(tmp_path, f"select_data = 'select.csv'\n{text}")):
+        assert Runs(tmp_path).command(made.rows[0].points()[0])[:3] == ["x", "clip", "my val.csv"]
+
+
 def test_images_that_choose_are_named_once(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(PLAN)
     given = Command(plan=str(tmp_path / "plan.toml"), select_data="select.csv")
@@ -149,6 +155,7 @@ def test_a_sixth_of_the_images_is_held_aside_and_at_most_a_thousand(
 ) -> None:
     from types import SimpleNamespace
 
+    import coder_plugin.training.prepare  # noqa: F401 - it imports make_source, which must not be the stand-in
     from coder_plugin.compare.options import with_held_aside
     from coder_plugin.data import from_config
 

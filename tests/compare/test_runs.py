@@ -14,7 +14,7 @@ import pytest
 
 from coder_plugin.cli import main
 from coder_plugin.compare.plan import make_plans
-from coder_plugin.compare.runs import Runs
+from coder_plugin.compare.runs import Runs, start
 from coder_plugin.errors import CoderError
 
 SCRIPT = """
@@ -68,6 +68,21 @@ def test_what_a_command_writes_is_checked(tmp_path: Path, content: str, message:
     (runs.path(point) / "output.json").write_text(content)
     with pytest.raises(CoderError, match=message):
         runs.result(point)
+
+
+def test_runs_at_a_time_share_out_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(jobs: int) -> str:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+        assert start([sys.executable, "-c", code], log, jobs).wait() == 0
+        return log.read_text().strip()
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads(jobs) for jobs in (1, 2, 3, 9)] == ["None", "4", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(2) == "3", "what the user has set stays"
 
 
 def test_a_run_ends_with_a_comparison_that_is_killed(tmp_path: Path) -> None:

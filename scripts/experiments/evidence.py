@@ -38,9 +38,8 @@ def slim(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def block(name: str, result: Mapping[str, Any]) -> str:
     """The table and the figure, as Markdown."""
-    rows = {each: {**row, "minutes": row["minutes"] or float("nan")} for each, row in result["rows"].items()}
-    lines = [HEAD, ["---"] * len(HEAD), *table_rows({**result, "rows": rows})]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| nan |", "| – |")  # the time was not measured
+    lines = [HEAD, ["---"] * len(HEAD), *table_rows(result)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     draw(DOCS / "figures" / f"evidence-{name}.svg", result)
     return f"{table}\n\n![Points of R@sum above {result['best_peer']}](../figures/evidence-{name}.svg)"
 

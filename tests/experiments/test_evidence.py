@@ -31,7 +31,7 @@ def test_a_comparison_becomes_a_table_and_a_figure(
     difference = {"mean": 5.0, "low": 2.0, "high": 8.0, "seeds": 2}
     rows = {
         "clip": {**kept, "minutes": 1.5, "command": "/home/me/run"},
-        "dcl": {**kept, "minutes": None, "describe": "lr 0.0001", "difference": {"rsum": difference, "i2t_r1": difference}},
+        "dcl": {**kept, "minutes": 2.0, "describe": "lr 0.0001", "difference": {"rsum": difference, "i2t_r1": difference}},
     }
     result = {"best_peer": "clip", "before": None, "rows": rows, "notes": [], "sentence": "use dcl"}
     (tmp_path / "comparison.json").write_text(json.dumps(result))
@@ -44,7 +44,7 @@ def test_a_comparison_becomes_a_table_and_a_figure(
     assert "written: mine" in capsys.readouterr().out
     assert (tmp_path / "evidence" / "page.md").read_text() == (
         "# Page\n\n<!-- begin mine -->\n\n| row | R@sum ± SD | difference [95 %] | minutes |\n| --- | --- | --- | --- |\n"
-        "| clip | 251.0 ± 1.4 | the best peer | 1.5 |\n| dcl at lr 0.0001 | 251.0 ± 1.4 | +5.0 [+2.0, +8.0] | – |\n\n"
+        "| clip | 251.0 ± 1.4 | the best peer | 1.5 |\n| dcl at lr 0.0001 | 251.0 ± 1.4 | +5.0 [+2.0, +8.0] | 2.0 |\n\n"
         "![Points of R@sum above clip](../figures/evidence-mine.svg)\n<!-- end -->\n\nText.\n"
     )
     saved = (tmp_path / "evidence" / "mine.json").read_text()

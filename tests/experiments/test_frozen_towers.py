@@ -126,7 +126,7 @@ def train(folder: Path, model: str, cache: dict[str, Any], *more: str) -> dict[s
 def rsum(val: dict[str, Any]) -> float:
     from coder_plugin.compare.measure import hits
 
-    return float(hits(val, val).recalls(torch.ones(val["images"]))[0, 0])
+    return float(hits(val, val).recalls(torch.ones(len(val["i2t_ranks"])))[0, 0])
 
 
 def test_a_run_learns_and_reports_its_best_epoch(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_run_learns_and_reports_its_best_epoch(tmp_path: Path) -> None:
     result = train(tmp_path, model, cache)
     assert len(result["held_aside"]) == len(result["seconds"]) == 4 and result["seconds"] == sorted(result["seconds"])
     assert result["held_aside"][-1] > 1.5 * result["before"] and result["memory_mb"] > 100
-    assert result["val"]["images"] == 20 and len(result["val"]["t2i_ranks"]) == 40
+    assert len(result["val"]["i2t_ranks"]) == 20 and len(result["val"]["t2i_ranks"]) == 40
     assert rsum(result["val"]) not in [pytest.approx(score) for score in result["held_aside"]]  # of other images
     assert train(tmp_path, model, cache)["held_aside"] == result["held_aside"]
     assert train(tmp_path, model, cache, "--seed=1")["held_aside"] != result["held_aside"]

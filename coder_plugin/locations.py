@@ -116,7 +116,7 @@ def check_model_addresses(options: Mapping[str, Any], origin: str, flags: Mappin
     """
 
     def by_flag(values: Mapping[str, Any]) -> dict[str, str]:
-        named = {f"--{name} ": str(values[name]) for name in ("model", "pretrained") if values.get(name)}
+        named = {f"--{name} ": str(values[name]) for name in ("model", "pretrained", "loss") if values.get(name)}
         for name in ("set", "model_kwargs"):
             for option, _, value in (each.partition("=") for each in values.get(name) or ()):
                 named[f"--{name.replace('_', '-')} {option}="] = value.strip(" '\"")
@@ -125,10 +125,12 @@ def check_model_addresses(options: Mapping[str, Any], origin: str, flags: Mappin
     typed = by_flag(flags)
     for flag, value in by_flag(options).items():
         is_encoder = flag == "--model-kwargs text="  # of a region model: a folder, or a name on the hub
-        is_address = _ADDRESS.match(value) and not os.path.exists(value.partition(":")[2])
+        parts = re.split(r"[\s'\"(=,)]+", value) if flag == "--loss " else [value]
+        is_address = any(_ADDRESS.match(each) and not os.path.exists(each.partition(":")[2]) for each in parts)
         if flag not in typed and (is_address or (is_encoder and not os.path.isdir(value))):
+            what = "a model in the loss" if flag == "--loss " else "the model"
             raise CoderError(
-                f"{origin} names the model {value[:200]!r}, which would be fetched: if you trust it, give it again on the "
+                f"{origin} names {what} {value[:200]!r}, which would be fetched: if you trust it, give it again on the "
                 f"command line ({flag}{shlex.quote(value[:200])})"
             )
 

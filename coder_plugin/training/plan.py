@@ -28,11 +28,11 @@ _ALWAYS = ("lr", "wd", "warmup")
 
 
 #: The objectives whose options are those that the papers print; what they do not set is the default.
-_PRINTED = "coder-printed + ascl-printed + selfalign-printed"
+_PRINTED = "coder-printed + ascl-printed + selfalign-printed + triplet(mask_same_image=false)"
 #: Options that no paper prints: of any term or head, or of one.
 _NOT_PRINTED = frozenset(
     "vocabulary recluster steps_per_epoch effective_negatives warmup reduction freeze_steps init recompute pairs_per_tile "
-    "bank_dtype mode weight iterations heads diversity_gradient margin "
+    "bank_dtype mode weight iterations heads diversity_gradient margin mean_epochs triplet.similarity "
     "concepts.threshold concepts.scale concepts.norm lca.epsilon".split()
 )
 #: Values that a paper prints for one of its data sets.

@@ -119,6 +119,8 @@ def test_a_plan_that_runs_or_fetches_must_be_trusted(tmp_path: Path, entry: str,
 def test_a_plans_python_files_and_folders_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="loss is 'evil.py:Loss', which runs a command or a Python file.*--trust-plan"):
         plans_of(tmp_path, PLAN.replace("siglip\"\n", 'evil.py:Loss"\n'), trust_plan=False)
+    with pytest.raises(CoderError, match="names a model in the loss 'clip .*, which would be fetched.*--trust-plan"):
+        plans_of(tmp_path, PLAN.replace('siglip"\n', 'clip + distill(teacher=\\"hf-hub:a/b\\")"\n'), trust_plan=False)
     with pytest.raises(CoderError, match="val_data is 'pipe:x'.*--trust-plan"):
         plans_of(tmp_path, f"select_data = 'pipe:x'\n{PLAN}", trust_plan=False)
     with pytest.raises(CoderError, match="the setting '../a' names a folder"):

@@ -76,6 +76,11 @@ ADDRESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "transformers": ({"model": "transformers:some/one"}, {"model": "ViT-B-32"}, "--model transformers:some/one"),
     "weights": ({"model": "ViT-B-32", "pretrained": "https://a.b/c"}, {"pretrained": "openai"}, "--pretrained https://a.b/c"),
     "teacher": ({"set": ["teacher.weights=hf-hub:a/b"]}, {"set": ["teacher.weights=base"]}, "--set teacher.weights=hf-hub:a/b"),
+    "loss": (
+        {"loss": "clip + distill(teacher='hf-hub:a/b')"},
+        {"loss": "clip + distill"},
+        "--loss 'clip + distill(teacher=",
+    ),
     "encoder": (
         {"model": "region-bert", "model_kwargs": ["text=some/bert"]},
         {"model_kwargs": ["text=bert-base-uncased"]},
@@ -93,8 +98,8 @@ def test_the_address_of_a_model_must_be_typed(case: str, kind: str, tmp_path: Pa
         layers: dict[str, Any] = {"file": options, "file_name": "their.json"}
     else:
         path = tmp_path / "their.toml"
-        lines = ['[recipes.theirs]\nloss = "dcl"']
-        lines += [f"{name} = {json.dumps(value)}" for name, value in options.items() if name != "set"]
+        lines = ["[recipes.theirs]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in {"loss": "dcl", **options}.items() if name != "set"]
         lines += ["[recipes.theirs.options]", 'teacher.weights = "hf-hub:a/b"'] if "set" in options else []
         path.write_text("\n".join(lines))
         data["recipe"] = str(path)

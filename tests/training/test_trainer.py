@@ -393,6 +393,8 @@ def test_what_no_paper_prints_is_not_compared():
     settings |= {"cra.margin": 0.1, "lca.epsilon": 0.1}
     objective = Objective.parse("coder-printed + selfalign-printed").with_options(settings)
     assert not_as_printed(objective, required_heads(objective)) == {"prototypes.scale": {"value": 2.0, "printed": 1.0}}
+    base = Objective.parse("vse-infinity")
+    assert not_as_printed(base, ()) == {"triplet.mask_same_image": {"value": True, "printed": False}}
     masked = Objective.parse("selfalign")
     assert set(not_as_printed(masked, required_heads(masked))) == {"lca.assignment", "cra.ca_on", "cra.mask_same_image"}
 

@@ -29,7 +29,8 @@ class Command(SearchFlags):
     key: list[str] = option([], "images of the index, by their keys", metavar="KEY")
     k: int = option(10, "results", at_least=1)
     among: str | None = option(
-        None, "what to search for [images for a text; captions for an image, or images if the index has no captions]", choices=("images", "captions")
+        None, "what to search for [images for a text, captions for an image, as far as the index has them]",
+        choices=("images", "captions"),
     )
     where: str | None = option(
         None, "only images for which this is true: SQL over key, path and the index's columns, such as \"source = 'coco'\"",

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,12 +50,14 @@ class Row:
         options: of ``coder-plugin train``, by flat name, besides the common ones.
         grid: options with the values to choose from.
         command: trains and measures the row in place of ``coder-plugin train``; see docs/compare.md.
+        val_data: what the command gets as ``{val_data}``: where it is measured, while an option of this name would choose.
     """
 
     name: str
     options: Mapping[str, Any]
     grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     command: str | None = None
+    val_data: str | None = None
 
     def points(self, rates: Sequence[float] | None = None) -> list[Point]:
         """Every combination of the grid's values, with seed 0; ``rates`` in place of the grid's learning rates."""
@@ -89,7 +90,8 @@ class Point:
     def folder(self) -> str:
         """Name of the run's folder: other options of the same row give another one."""
         rate = f"-lr{self.options['lr']:g}" if "lr" in self.options else ""
-        digest = sha256_json([self.row.command, {key: each for key, each in self.options.items() if key != "workers"}])
+        command = [self.row.command, *([self.row.val_data] if "{val_data}" in (self.row.command or "") else [])]
+        digest = sha256_json([*command, {key: each for key, each in self.options.items() if key != "workers"}])
         return f"{slug(self.row.name)}{rate}-seed{self.seed}-{digest[:8]}"
 
     def __hash__(self) -> int:
@@ -225,8 +227,6 @@ def _leaves(value: Any) -> list[Any]:
 def _make_row(given: Mapping[str, Any], common: Mapping[str, Any], select_data: str | None, source: str) -> Row:
     own = {name: value for name, value in given.items() if name not in ("name", "command")}
     command = given.get("command", common.get("command"))
-    if command is not None and isinstance(val_data := common.get("val_data"), str):  # the row's own choose
-        command = command.replace("{val_data}", shlex.quote(val_data))
     options = {**{name: value for name, value in common.items() if name not in ("val_data", "command")}, **own}
     name = str(given.get("name") or own.get("loss") or own.get("recipe") or options.get("recipe") or "")
     if not name:
@@ -250,7 +250,7 @@ def _make_row(given: Mapping[str, Any], common: Mapping[str, Any], select_data: 
             raise CoderError("--select-data and --hold-aside both say which images choose: give one")
     if command is not None:
         check_command(command)
-    return Row(name, fixed, grid, command)
+    return Row(name, fixed, grid, command, common.get("val_data"))
 
 
 def check_command(command: str) -> None:

@@ -30,7 +30,8 @@ def make_result(
         before: the measurement of the model before training; None: it was not made.
         notes: what a reader must know besides.
     """
-    first = next(iter(rows.values()))["val"][0]
+    every = [each for row in rows.values() for each in row["val"]]
+    first = next((each for each in every if each["images"]), every[0])  # a command of one's own does not say which images
     measured = {
         name: dict(zip(row["seeds"], (hits(each, first) for each in row["val"]), strict=True)) for name, row in rows.items()
     }

@@ -66,6 +66,7 @@ class Runs:
         """Each ``{option}`` is its value, of a list with the flag, and nothing where it is not set."""
         values = {name: get_option(name).words(value)[not isinstance(value, list) :] for name, value in point.options.items()}
         values["output"] = [str(self.path(point) / "output.json")]
+        values["val_data"] = [] if point.row.val_data is None else [point.row.val_data]  # not those that choose
         return shlex.split(re.sub(r"\{(\w+)\}", lambda place: shlex.join(values.get(place[1], [])), point.row.command or ""))
 
     def result(self, point: Point) -> dict[str, Any] | None:

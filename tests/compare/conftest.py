@@ -32,7 +32,7 @@ class World:
         seconds: of a run. estimate: of a run, as the probe says; None: ``seconds``.
         trained: names of the runs that were trained, in their order.
         skips: training samples that each run leaves out. warnings: of a loss's set-up, as the probe says.
-        of_another: a command of one's own measures other captions.
+        of_another: the row that is measured on other data: "mine" (a command of one's own), or a loss.
         stop_after: raise KeyboardInterrupt after so many processes.
         now: seconds since the beginning. jobs: among how many the processes shared the cores.
     """
@@ -47,7 +47,7 @@ class World:
         self.warnings: dict[str, list[str]] = {}
         self.skips = 0
         self.stop_after: int | None = None
-        self.of_another = False
+        self.of_another = ""
         self.jobs: set[int] = set()
         self.now = 0.0
         self.measured: list[str] = []
@@ -61,7 +61,7 @@ class World:
             self.stop_after -= 1
         if words[0] == "mine":  # a command of one's own
             made = {"held_aside": [300.0], "val": {**self.ranks(0.9, 5), "images": "its own name of them"}}
-            if self.of_another:
+            if self.of_another == "mine":
                 made["val"]["image_of_text"][-1] = 0
             Path(words[1]).write_text(json.dumps(made))
             return Process(self, self.now + 1, lambda: 0)
@@ -99,7 +99,8 @@ class World:
 
     def of_run(self, folder: Path, val_data: str | None, options: dict[str, Any]) -> dict[str, Any]:
         self.measured.append(folder.name)
-        return self.ranks(self.gain[options["loss"]], options["seed"] + 17 * len(options["loss"]))
+        ranks = self.ranks(self.gain[options["loss"]], options["seed"] + 17 * len(options["loss"]))
+        return {**ranks, "images": "others"} if options["loss"] == self.of_another else ranks
 
     def ranks(self, gain: float, seed: int) -> dict[str, Any]:
         difficulty = np.random.default_rng(0).normal(size=IMAGES)

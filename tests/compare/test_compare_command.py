@@ -168,13 +168,17 @@ def test_another_plan_in_the_folder_uses_the_runs_that_fit(world: World, command
 
 def test_a_command_of_ones_own_beside_losses(world: World, command: Compare, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text("[[rows]]\nloss = 'clip'\n[[rows]]\nname = 'mine'\ncommand = 'mine {output}'\n")
-    text = command("--lr 1e-4 --seeds 2 --trust-plan", rows=str(plan))
-    assert text.split("use ")[1].startswith("mine at lr 0.0001: ") and " above clip; seeds 2" in text
-    world.of_another = True
-    assert "measured on different images or captions" in command(
-        "--lr 1e-4 --seeds 2 --trust-plan", rows=str(plan), output="other", status=2
-    )
+    plan.write_text("peer = 'clip'\n[[rows]]\nname = 'mine'\ncommand = 'mine {output}'\n" + "".join(
+        f"[[rows]]\nloss = '{loss}'\n" for loss in ("clip", "dcl")
+    ))  # fmt: skip
+    options = "--lr 1e-4 --seeds 2 --trust-plan"
+    text = command(options, rows=str(plan))
+    assert text.split("use ")[1].startswith("dcl at lr 0.0001: ") and " above clip; seeds 2" in text
+    refused = "measured on different images or captions"
+    world.of_another = "mine"  # the same number of captions
+    assert refused in command(options, rows=str(plan), output="mine", status=2)
+    world.of_another = "dcl"  # the same captions of other images
+    assert refused in command(options, rows=str(plan), output="dcl", status=2)
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(world: World, command: Compare) -> None:

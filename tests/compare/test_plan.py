@@ -131,9 +131,13 @@ def test_a_plans_python_files_and_folders_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_command_gets_the_data_of_the_measurement(tmp_path: Path) -> None:
-    text = PLAN.replace("epochs = 4", "val_data = 'my val.csv'\ncommand = 'x {loss} {val_data} {output}'")
-    for made in (*plans_of(tmp_path, text), *plans_of(tmp_path, f"select_data = 'select.csv'\n{text}")):
-        assert Runs(tmp_path).command(made.rows[0].points()[0])[:3] == ["x", "clip", "my val.csv"]
+    text = PLAN.replace("epochs = 4", "val_data = 'my {lr} val.csv'\ncommand = 'x {loss} {val_data} {output}'")
+    points = [made.rows[0].points()[0] for more in ("", "select_data = 'a.csv'\n") for made in plans_of(tmp_path, more + text)]
+    assert [Runs(tmp_path).command(point)[:3] for point in points] == [["x", "clip", "my {lr} val.csv"]] * 2
+    [without] = plans_of(tmp_path, "select_data = 'a.csv'\n" + text.replace("val_data = 'my {lr} val.csv'", ""))
+    assert len(Runs(tmp_path).command(without.rows[0].points()[0])) == 3, "the data that choose do not take its place"
+    [other] = plans_of(tmp_path, text.replace("my {lr} val", "other"))
+    assert other.rows[0].points()[0].folder != points[0].folder
 
 
 def test_images_that_choose_are_named_once(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def starts_from_weights(config: TrainConfig) -> bool:
     return bool(named or model.pretrained or model.pretrained_image or model.pretrained_image_path)
 
 
+def starts_at_random(config: TrainConfig) -> bool:
+    """Whether all weights are random at the start: none are named, and no run is resumed."""
+    return not starts_from_weights(config) and not config.run.resume
+
+
 def tower_rate(config: TrainConfig, model: Any) -> float | None:
     """The median learning rate of the towers' trained parameters, without projections, heads and adapters; None if none is
     trained. With ``--layer-decay`` it is about that of the layers in the middle."""
@@ -74,12 +79,12 @@ def tower_rate(config: TrainConfig, model: Any) -> float | None:
 
 
 def _rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
-    optimizer, pretrained = config.optim.opt.removeprefix("timm/"), starts_from_weights(config)
+    optimizer = config.optim.opt.removeprefix("timm/")
     limit = next((rate for part, rate in LARGEST_RATES.items() if part in optimizer.lower()), None)
     rate = None if find_backbone(config.model.name) is not None else tower_rate(config, model)
     if limit is None or rate is None:
         return
-    if pretrained and rate > limit:
+    if starts_from_weights(config) and rate > limit:
         given = f"--lr {config.optim.lr:g}"
         if "lr" not in config.origins:
             given = f"--lr is not given, and the default, {config.optim.lr:g}, is the rate for training from scratch"
@@ -90,7 +95,7 @@ def _rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
             "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights "
             "(--lora-rank 8)",
         )
-    elif not pretrained and rate <= limit and not config.run.resume:
+    elif starts_at_random(config) and rate <= limit:
         yield Advice(
             "rate",
             f"the towers start from random weights, and --lr {config.optim.lr:g} is a rate for pretrained ones",
@@ -99,7 +104,7 @@ def _rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
 
 
 def _frozen_at_random(config: TrainConfig, model: Any) -> Iterator[Advice]:
-    if find_backbone(config.model.name) is not None or starts_from_weights(config) or config.run.resume:
+    if find_backbone(config.model.name) is not None or not starts_at_random(config):
         return
     tower = [p for name, p in model.named_parameters() if name.startswith(IMAGE_TOWER) and not after_tower(name)]
     if tower and not any(parameter.requires_grad for parameter in tower):
@@ -137,7 +142,7 @@ def _frozen_scale(model: Any, loss: CoderLoss) -> Iterator[Advice]:
 
 def _random_teacher(config: TrainConfig, loss: CoderLoss) -> Iterator[Advice]:
     teachers = [term.head_options.get("teacher", {}).get("weights") for term in loss.terms.values()]
-    if "base" in teachers and not starts_from_weights(config) and config.run.resume is None:
+    if "base" in teachers and starts_at_random(config):
         yield Advice(
             "teacher",
             "distill(teacher=base) keeps the model near random weights, because training starts from none",

@@ -39,7 +39,7 @@ from coder_plugin.options import check_options, default_options
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.training.fine_tuning import starts_from_weights
+from coder_plugin.training.fine_tuning import starts_at_random
 from coder_plugin.training.optim import IMAGE_TOWER, after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
@@ -312,7 +312,7 @@ def say_random_weights(config: TrainConfig) -> None:
     import open_clip
 
     model = config.model
-    if starts_from_weights(config) or config.run.resume or distributed.rank():
+    if not starts_at_random(config) or distributed.rank():
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         tag = next((tag for tag in reversed(tags) if tag.startswith("laion2b_s")), tags[-1])  # those that our pages name

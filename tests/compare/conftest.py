@@ -32,7 +32,7 @@ class World:
         seconds: of a run. estimate: of a run, as the probe says; None: ``seconds``.
         trained: names of the runs that were trained, in their order.
         skips: training samples that each run leaves out. warnings: of a loss's set-up, as the probe says.
-        of_another: the row that is measured on other data: "mine" (a command of one's own), or a loss.
+        of_another: which row is measured on other data: "mine" (a command of one's own; "fewer": on fewer images), or a loss.
         stop_after: raise KeyboardInterrupt after so many processes.
         now: seconds since the beginning. jobs: among how many the processes shared the cores.
     """
@@ -63,6 +63,8 @@ class World:
             made = {"held_aside": [300.0], "val": {**self.ranks(0.9, 5), "images": "its own name of them"}}
             if self.of_another == "mine":
                 made["val"]["image_of_text"][-1] = 0
+            if self.of_another == "fewer":
+                made["val"]["i2t_ranks"].pop()
             Path(words[1]).write_text(json.dumps(made))
             return Process(self, self.now + 1, lambda: 0)
         if "coder_plugin.compare.probe" in words:

@@ -75,7 +75,10 @@ class SearchFlags(IndexFlags, RerankerFlag):
     """How an index is searched."""
 
     model_folder: str | None = option(
-        None, "the index's model, if it has moved: a run or an export", flag="model", metavar="RUN"
+        None,
+        "the index's model, if it has moved or is on the hub: a run, an export, hf-hub:OWNER/NAME or transformers:OWNER/NAME",
+        flag="model",
+        metavar="RUN",
     )
     rerank: str | None = option(
         None,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.names import TRANSFORMERS
 from coder_plugin.config import OPENING, READING, DataConfig, ModelConfig, flatten, resolve
 from coder_plugin.data.decode import decode_image, to_rgb
 from coder_plugin.errors import CoderError
@@ -246,7 +247,8 @@ def open_pretrained(
     """Open a model with the heads that score, in eval mode.
 
     Args:
-        spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME[@REVISION]``; None: ``options`` name the model.
+        spec: an export's folder, a run's, ``hf-hub:OWNER/NAME[@REVISION]`` or ``transformers:OWNER/NAME``; None: ``options``
+            name the model.
         options: of model, data reading and precision, flat or nested, over those of the run and those stored in the export.
         export: which export of a run: "best" or "last"; None: as :func:`default_export`.
         name: what messages call the model; None: its weights' path or its name.
@@ -317,6 +319,8 @@ def _resolve(
 ) -> tuple[ModelConfig, InferenceConfig, str]:
     """How to build the model, how it computes, and its loss as text."""
     options = {key: value for key, value in flatten(options).items() if key in _OPTIONS}
+    if isinstance(spec, str) and spec.startswith(TRANSFORMERS):
+        spec, options["model"] = None, spec
     saved = saved_options(spec)
     run = {name: saved[name] for name in RUN_OPTIONS if name in saved}
     if type(run.get("workers")) is int:

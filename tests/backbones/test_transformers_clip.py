@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coder_plugin import create_loss, create_model
+from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.model import add_heads
 from coder_plugin.pretrained.build import make_transform
@@ -296,14 +297,37 @@ def test_only_safetensors_are_read(folders: dict[str, str], tmp_path: Path) -> N
         create_model(folder, loss="clip", force_image_size=64)
 
 
+def in_hub_cache(folder: str, cache: Path) -> Path:
+    """A copy of the folder in the layout of the hub's cache, as OWNER/tiny's."""
+    copy = cache / "models--owner--tiny"
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs" / "main").write_text("0" * 40)
+    return Path(shutil.copytree(folder, copy / "snapshots" / ("0" * 40)))
+
+
+def test_a_search_opens_a_repository_that_is_named_again(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_hub_cache(folders["clip"], tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "pictures").mkdir()
+    for value in (0, 255):
+        Image.new("RGB", (32, 32), (value, 0, 0)).save(tmp_path / "pictures" / f"{value}.png")
+    index, model = str(tmp_path / "index"), ["--model", "transformers:owner/tiny"]
+    data = ["--data", str(tmp_path / "pictures"), "--workers", "0", "--thumbnails", "0"]
+    assert main(["index", *model, *data, "--output", index]) == 0
+    assert main(["search", index, "--text", "red"]) == 2
+    assert "would fetch 'transformers:owner/tiny': if you trust it, give it yourself, with --model" in capsys.readouterr().err
+    assert main(["search", index, "--text", "red", *model]) == 0
+    assert "255.png" in capsys.readouterr().out
+
+
 def test_a_repository_is_named_by_its_scheme(folders: dict[str, str], tmp_path: Path) -> None:
     folder = folders["siglip"]
     with pytest.raises(CoderError, match="-patch32 must be downloaded.*hf download openai/clip-vit-base-patch32 --.*: --model"):
         create_model("transformers:openai/clip-vit-base-patch32", loss="clip", cache_dir=str(tmp_path))
-    copy = tmp_path / "models--owner--tiny"  # the layout of the hub's cache
-    (copy / "refs").mkdir(parents=True)
-    (copy / "refs" / "main").write_text("0" * 40)
-    files = shutil.copytree(folder, copy / "snapshots" / ("0" * 40))
+    files = in_hub_cache(folder, tmp_path)
     model = create_model("transformers:owner/tiny", loss="clip", cache_dir=str(tmp_path)).eval()
     own = create_model(folder, loss="clip").eval()
     ids = model.tokenizer()(TEXTS)

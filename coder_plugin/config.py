@@ -309,7 +309,7 @@ class EvalConfig:
     val_frequency: int = option(1, "evaluate every n epochs, and at the end; 0: never", at_least=0)
     val_before: bool = option(False, "also evaluate random weights before the first step; trained weights always are evaluated")
     rerank: str | None = option(
-        None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]", metavar="K"
+        None, "candidates per query that are re-ranked, or all: every pair [32; all if only the fusion is trained]", metavar="K"
     )
     zeroshot: str | None = option(
         None, "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before and during training, to "

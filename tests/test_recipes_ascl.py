@@ -80,7 +80,7 @@ def test_the_objectives_in_numbers():
 
 
 def test_no_recipe_is_left_out():
-    assert {name for name in recipes.names() if name.startswith("ascl")} == {*ASCL, "ascl-clip", "ascl-clip-alone"}
+    assert {name for name in recipes.names() if name.startswith("ascl")} == {*ASCL, "ascl-clip", "ascl-clip-alone", "ascl-bigru"}
 
 
 def test_the_runs_in_numbers():

@@ -155,7 +155,7 @@ class _Opened:
 
     def bad(self) -> BadSamples:
         """A new count of bad samples."""
-        return BadSamples(self.source.name, self.encoder.max_bad_samples, reads_regions=self.encoder.reads_regions)
+        return BadSamples(self.source.name, self.encoder.max_bad_samples)
 
     def write(
         self, job: EmbedJob, units: Sequence[int], bad: BadSamples, progress: Progress | None = None

@@ -50,6 +50,7 @@ class Encoded(NamedTuple):
     captions: Sequence[str]  # T
     items: Any = None  # Items of a model that re-ranks, on the first rank only; None for other models
     skipped: Mapping[str, int] = {}  # samples that were left out, by kind of fault
+    index: Any = None  # [N], positions of the images in the data set
 
 
 class Encoder:
@@ -155,6 +156,7 @@ class Encoder:
             [captions[number] for number in text_order.tolist()],
             items,
             dict(bad.kinds),
+            index.sort().values,
         )
 
     def _encode_share(

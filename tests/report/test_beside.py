@@ -93,7 +93,7 @@ def made(name: str, i2t: list[int], t2i: list[int]) -> Evaluated:
     encoded = Encoded(
         images=torch.randn(4, 3, generator=generator), texts=torch.randn(8, 3, generator=generator),
         image_of_text=torch.arange(4).repeat_interleave(2), image_ids=torch.tensor([item.image_id for item in items]),
-        captions=[caption for item in items for caption in item.captions],
+        captions=[caption for item in items for caption in item.captions], index=torch.arange(4),
     )  # fmt: skip
     ranks = {"i2t_ranks": torch.tensor(i2t) - 1, "t2i_ranks": torch.tensor(t2i) - 1, "depth": None}
     return Evaluated(name, encoded, ItemSource(items), None, ranks)

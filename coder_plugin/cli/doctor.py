@@ -21,7 +21,7 @@ class Command:
     folder: list[str] = option(
         [], "folder of a run or an export; or hf-hub:OWNER/NAME, if it is cached", metavar="FOLDER", positional=True
     )
-    samples: int = option(256, "images to decode, of a split with more than 10,000")
+    samples: int = option(256, "images to decode, of a split with more than 10,000", at_least=1)
     all: bool = option(False, "decode every image and read all data")
     strict: bool = option(False, "exit with status 1 for a warning, too")
     json: str | None = option(None, "write the findings to FILE ('-': standard output)", metavar="FILE")

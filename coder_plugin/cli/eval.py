@@ -44,7 +44,7 @@ class Command(ExportFlag, RerankerFlag):
         None, "also write figures to FOLDER: which region or patch each word attends to, the context map, and t-SNE of words "
         "and regions (SelfAlign, figures 4 and 5)", metavar="FOLDER"
     )
-    pictures_count: int | None = option(None, "draw the first N images [8]")
+    pictures_count: int | None = option(None, "draw the first N images [8]", at_least=1)
     pictures_concepts: str | None = option(
         None, "words to show in the t-SNE, such as dog,water,snow [the ten most frequent]", metavar="WORDS"
     )

@@ -116,37 +116,33 @@ def _extract(arguments: Extract, options: Mapping[str, Any]) -> int:
     from coder_plugin.cli.checks import check_exists
 
     check_exists(arguments.images, flag="IMAGES")
-    from coder_plugin.data.decode import set_max_pixels
-    from coder_plugin.data.from_config import reading_options
-    from coder_plugin.data.pictures import is_pictures
-
-    config = _reading_config(options)
-    bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
-    set_max_pixels(config.data.max_image_pixels)
-    reading = {} if bare else reading_options(config.data, arguments.images)
     try:
-        echo(extract_command(arguments, **reading))
+        echo(extract_command(arguments, options))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was extracted is kept in {arguments.output}; the same command continues") from None
     return 0
 
 
-def extract_command(arguments: Extract, **reading: Any) -> str:
-    """Extract what the arguments ask for; returns a summary.
-
-    ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``image_root`` …
-    """
+def extract_command(arguments: Extract, options: Mapping[str, Any]) -> str:
+    """Extract what the arguments ask for, from pictures read by ``options``; returns a summary."""
     from coder_plugin.cli.embed import share_of
-    from coder_plugin.data.pictures import open_images
+    from coder_plugin.data import open_source
+    from coder_plugin.data.decode import set_max_pixels
+    from coder_plugin.data.from_config import reading_options
+    from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.detectors.extract import regions_job
 
+    data, images = _reading_config(options).data, arguments.images
+    set_max_pixels(data.max_image_pixels)
+    bare = data.dataset_type == "auto" and is_pictures(images)
+    source = Pictures(images) if bare else open_source(images, split=arguments.split, **reading_options(data, images))
     index, count = share_of(arguments.task_index, arguments.task_count)
-    options = {name: getattr(arguments, name) for name in _DETECTOR}
+    detector_options = {name: getattr(arguments, name) for name in _DETECTOR}
     job = regions_job(
-        open_images(arguments.images, split=arguments.split, **reading),
+        source,
         arguments.output,
         detector=arguments.detector,
-        options={**options, "allow_random": arguments.allow_random or None},
+        options={**detector_options, "allow_random": arguments.allow_random or None},
         global_model=arguments.global_features,
         global_weights=arguments.global_weights,
         device=arguments.device,

@@ -29,7 +29,7 @@ class Command(ExportFlag):
     )
     images: int | None = option(
         None, "number of queries of each kind, and of sample images [6]. With several: show queries and maps side by side, "
-        "for which their models are opened [not shown]"
+        "for which their models are opened [not shown]", at_least=1
     )  # fmt: skip
     split: str | None = option(None, "split of Karpathy files, precomp folders and scenes [val]")
 

@@ -6,13 +6,12 @@ import argparse
 import ipaddress
 import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from coder_plugin.cli.encoding import SearchFlags
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import option
-from coder_plugin.errors import CoderError, install_command
+from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 log = logging.getLogger(__name__)
@@ -53,9 +52,6 @@ def run(arguments: Command) -> int:
             raise CoderError(f"--data {folder} is a file: give the folder that it is in")
     if not 0 <= arguments.port < 1 << 16:
         raise CoderError(f"--port must be 0 to 65535, got {arguments.port}")
-    missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
-    if missing:
-        raise CoderError(f"serve needs {', '.join(missing)}: {install_command('serve')}")
     from coder_plugin.serve import app as server
 
     names = {name: server.name_of(name) for name in arguments.allow_host}

@@ -22,9 +22,10 @@ KINDS = {
 ENOUGH = 1000
 DEFAULT_RATE = 0.01
 #: What to do where every picture is missing.
-WRONG_PATHS = "fix the paths, or name the folder that they are relative to (--image-root)"
-#: The same for a model of region features.
-NO_REGIONS = "this model reads region features: name their files (--regions)"
+WRONG_PATHS = (
+    "fix the paths, or name the folder that they are relative to (--image-root); "
+    "a model that reads region features needs their files instead (--regions)"
+)
 _SHOWN = 10  # of each kind, by name
 _LONGEST = 200  # characters of a key or a reason in a message
 log = logging.getLogger(__name__)
@@ -77,14 +78,12 @@ def allowed(rate: float, read: int) -> float:
     return rate * max(read, ENOUGH)
 
 
-def nothing_to_read(name: str, failed: Sequence[Bad], *, regions: bool = False) -> CoderError:
-    """The error for data of which no image, or none's regions, can be read; ``failed`` are those that were tried."""
-    hint = f": {NO_REGIONS}" if regions else ""
+def nothing_to_read(name: str, failed: Sequence[Bad]) -> CoderError:
+    """The error for data of which no image can be read; ``failed`` are those that were tried."""
     if not failed:
-        return CoderError(f"{name}: no images{hint}")
+        return CoderError(f"{name}: no images")
     _, key, reason = failed[0]
-    if not regions and all(kind == "missing" for kind, _, _ in failed):
-        hint = f": {WRONG_PATHS}"
+    hint = f": {WRONG_PATHS}" if all(kind == "missing" for kind, _, _ in failed) else ""
     return CoderError(f"{name}: none of the first {len(failed)} images can be read; the first: {key}: {reason}{hint}")
 
 
@@ -104,7 +103,6 @@ class BadSamples:
     Args:
         name: of the data.
         rate: allowed fraction of the samples read, from 0 to 1.
-        reads_regions: whether they are read for a model of region features, which the error for missing pictures then says.
 
     Raises:
         CoderError: a rate out of range; too many bad samples.
@@ -116,8 +114,8 @@ class BadSamples:
         (1, '1 of 64 samples skipped (caption 1)')
     """
 
-    def __init__(self, name: str, rate: float = DEFAULT_RATE, *, reads_regions: bool = False) -> None:
-        self.name, self.rate, self.reads_regions = name, check_rate(rate), reads_regions
+    def __init__(self, name: str, rate: float = DEFAULT_RATE) -> None:
+        self.name, self.rate = name, check_rate(rate)
         self.read = 0
         self.kinds: Counter[str] = Counter()
         self._named: dict[str, set[str]] = {}
@@ -132,9 +130,7 @@ class BadSamples:
     @property
     def missing_advice(self) -> str:
         """What to do if no picture's file exists; empty if one does."""
-        if not 0 < self.read == self.kinds["missing"]:
-            return ""
-        return NO_REGIONS if self.reads_regions else WRONG_PATHS
+        return WRONG_PATHS if 0 < self.read == self.kinds["missing"] else ""
 
     def add(self, read: int, bad: Iterable[Bad] = ()) -> None:
         """Count ``read`` samples, of which ``bad`` were left out."""
@@ -184,7 +180,7 @@ class BadSamples:
 def total(parts: Iterable[BadSamples]) -> BadSamples:
     """The counts of several ranks' shares of the same data as one."""
     first, *others = parts
-    whole = BadSamples(first.name, first.rate, reads_regions=first.reads_regions)
+    whole = BadSamples(first.name, first.rate)
     for part in (first, *others):
         whole.restore(part.state())
     return whole

@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import os
 import re
-import stat
 import warnings
-from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular
 
 #: Fields of shards that hold a picture.
 PICTURES = ("jpg", "png", "jpeg", "webp")
@@ -62,8 +62,8 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
 
     Raises:
         BadSample: a damaged or truncated file, another format, too many pixels, values that are not finite (kind
-            ``picture``), or no regular file (kind ``file``).
-        OSError: no such file, or one that may not be read.
+            ``picture``), or what is no path (kind ``file``).
+        OSError: no such file, no regular file, or one that may not be read.
 
     Example:
         >>> import io
@@ -154,12 +154,8 @@ def _damaged(error: Exception) -> BadSample:
     return BadSample("picture", f"{name}{error}")
 
 
-def _open(path: str) -> io.BufferedReader:
-    """Open a regular file. Opening a named pipe would wait for ever."""
+def _open(path: str) -> IO[Any]:
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
+        return open_regular(path, "rb")
     except ValueError as exc:  # a NUL in the path
         raise BadSample("file", f"not a path: {exc}") from None
-    if not regular:
-        raise BadSample("file", f"not a regular file: {path!r}")
-    return Path(path).open("rb")

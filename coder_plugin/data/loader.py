@@ -439,21 +439,20 @@ def evaluation_batches(
     *,
     batch_size: int,
     transform: Callable[[Any], Any],
+    bad: BadSamples,
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    bad: BadSamples | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Batches of every image once over all ranks, in order on each rank (but for streams, whose workers read different shards).
 
     A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
     Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
-    (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`). None: they are counted by the default rate, and judged here.
+    (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`).
 
     Raises:
         CoderError: too many bad samples.
     """
-    counted = BadSamples(source.name) if bad is None else bad
     make = _Evaluation(source, transform)
     if source.is_stream:
         chunks = load(_Stream(make, batch_size, partial(_evaluation_part, source, rank, world_size)), None, workers)
@@ -462,13 +461,9 @@ def evaluation_batches(
         starts = range(rank * batch_size, images, world_size * batch_size)
         chunks = load(make.rows, [range(start, min(start + batch_size, images)) for start in starts], workers)
     for chunk in chunks:
-        counted.add(chunk.count, chunk.bad)
+        bad.add(chunk.count, chunk.bad)
         if len(chunk):
             yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
-    if bad is None:
-        counted.finish()
-        if len(counted):
-            log.warning("%s: %s", source.name, counted)
 
 
 @dataclass

@@ -7,9 +7,9 @@ import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from coder_plugin.data import PICTURES, guess_kind, open_source
+from coder_plugin.data import PICTURES, guess_kind
 from coder_plugin.data.decode import FORMATS, decode_image, is_picture
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import Source
@@ -24,13 +24,6 @@ def is_pictures(spec: str) -> bool:
         return os.path.isdir(spec) and not guess_kind(spec)
     except CoderError:
         return True
-
-
-def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
-    """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source` with its options ``reading``."""
-    if os.path.isdir(spec) and all(value in (None, "auto") for value in reading.values()):
-        return Pictures(spec)
-    return open_source(spec, split=split, **reading)
 
 
 class Pictures(Source):

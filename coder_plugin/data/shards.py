@@ -35,7 +35,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
 _LONGEST_ID = 4096
-_APART = ", and files of one sample are not next to each other in its shard ({!r}): sort it (tar --sort=name)"
+_TOGETHER = " (the files of a sample must follow each other in its shard: tar --sort=name)"
 log = logging.getLogger(__name__)
 
 
@@ -95,19 +95,17 @@ class ShardSource:
 
     def read_shard(self, number: int) -> Iterator[Item]:
         """All items of a shard, in order."""
-        shard, files, keys = self.shards[number], Files(), set[str]()
+        shard, files = self.shards[number], Files()
         for sample in self._samples(shard, files):
-            yield self.make_item(shard, sample, sample.key if sample.key in keys else "")
-            keys.add(sample.key)
+            yield self.make_item(shard, sample)
         self.log_unread(files)
 
-    def make_item(self, shard: str, sample: Sample, apart: str = "") -> Item:
+    def make_item(self, shard: str, sample: Sample) -> Item:
         """The item of a sample, a bad one where its files or captions cannot be used.
 
         Args:
             shard: its location.
             sample: with its contents; an image may be a place.
-            apart: a sample of the shard whose files are not next to each other, for messages.
         """
         location, contents = f"{self._labels[shard]}/{sample.key}", sample.contents
         field = sample.image
@@ -117,8 +115,8 @@ class ShardSource:
                     raise fault
             extra = read_metadata(contents.get("json"))
             captions = self._captions(contents, extra)
-            if apart and not captions:
-                raise BadSample("caption", f"it has no captions{_APART.format(apart)}")
+            if not captions:
+                raise BadSample("caption", f"it has no captions{_TOGETHER}")
             captions = list(check_captions(captions))
             listed = None if self._negatives_key is None else extra.get(self._negatives_key)
             negatives = () if listed is None else check_negatives(listed)
@@ -126,7 +124,7 @@ class ShardSource:
             return bad_item(location, fault.with_traceback(None), other_names(sample.key, None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample.key, extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        load = partial(_load, field, contents.get(field), shard, apart)
+        load = partial(_load, field, contents.get(field), shard)
         paths = () if is_command(shard) else (local_path(shard),)
         kept = {name: extra.get(name) for name in self._metadata}
         member = sample.names.get(field)
@@ -208,7 +206,7 @@ class LocalShards(ShardSource, Source):
         number = bisect_right(self._ends, index)
         places = self.indexes[number]
         sample = read_sample(self.shards[number], places, index - self._ends[number] + len(places))
-        return self.make_item(self.shards[number], sample, places.apart)
+        return self.make_item(self.shards[number], sample)
 
     def digest(self) -> dict[str, Any]:
         """As of :class:`~coder_plugin.data.source.Source`."""
@@ -253,9 +251,9 @@ def read_metadata(text: bytes | None) -> dict[str, Any]:
     return content
 
 
-def _load(field: str, image: Any, shard: str, apart: str = "") -> Image | Regions:
+def _load(field: str, image: Any, shard: str) -> Image | Regions:
     if not field:
-        raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}{_APART.format(apart) if apart else ''}")
+        raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}{_TOGETHER}")
     if isinstance(image, Place):
         image = image.read()
     return decode_npz(image, shard) if field == REGIONS else decode_image(image)

@@ -42,7 +42,7 @@ MOST_OPEN = 64
 _WORTH_KEEPING = 1.0
 #: Shards from which on several processes read the headers, and how many.
 _MANY, _PROCESSES = 200, 8
-_FORMAT = 2  # of the file of places
+_FORMAT = 3  # of the file of places
 #: Files of places that are kept, those that were used last.
 _MOST_KEPT = 32
 
@@ -54,13 +54,11 @@ class TarIndex:
     Args:
         starts: the place of each sample's first file, and at last where the samples end; in bytes.
         changed: when the shard was changed last, in nanoseconds.
-        apart: a sample whose files are not next to each other; "" if there is none.
         files: the shard's files.
     """
 
     starts: np.ndarray[Any, np.dtype[np.uint64]]
     changed: int = 0
-    apart: str = ""
     files: Files = field(default_factory=Files)
 
     def __len__(self) -> int:
@@ -73,15 +71,13 @@ def scan(shard: str) -> TarIndex:
     Raises:
         CoderError: the tar file is damaged.
     """
-    files, starts, keys, apart, end = Files(), array("Q"), set[str](), "", 0
+    files, starts, end = Files(), array("Q"), 0
     changed = state_of(shard)[2]
     for sample in samples(shard, files, texts=False):
-        apart = apart or (sample.key if sample.key in keys else "")
-        keys.add(sample.key)
         starts.append(sample.start)
         end = sample.end
     starts.append(end)
-    return TarIndex(np.array(starts, np.uint64), changed, apart, files)
+    return TarIndex(np.array(starts, np.uint64), changed, files)
 
 
 def scan_all(shards: Sequence[str]) -> list[TarIndex]:
@@ -119,7 +115,7 @@ def state_of(shard: str) -> tuple[str, int, int]:
 
 
 def _save(path: Path, indexes: Sequence[TarIndex]) -> None:
-    notes = json.dumps([[each.changed, each.apart, each.files.counts, each.files.examples] for each in indexes])
+    notes = json.dumps([[each.changed, each.files.counts, each.files.examples] for each in indexes])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "wb") as file:
@@ -142,8 +138,8 @@ def _load(path: Path, count: int) -> list[TarIndex] | None:
         with suppress(OSError):  # a folder that may not be written
             os.utime(path)  # it was used last
         return [
-            TarIndex(part, changed, apart, Files(Counter(counts), examples))
-            for (changed, apart, counts, examples), part in zip(notes, np.split(starts, ends[:-1]), strict=True)
+            TarIndex(part, changed, Files(Counter(counts), examples))
+            for (changed, counts, examples), part in zip(notes, np.split(starts, ends[:-1]), strict=True)
         ]
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None

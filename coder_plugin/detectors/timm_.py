@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.base import Regions, grid_boxes
 from coder_plugin.detectors.base import (
     Detector,
     Prepared,
@@ -168,18 +168,11 @@ class Timm(Detector):
         features = self._map(pictures)
         rows, columns = features.shape[2:]
         cells = features.flatten(2).transpose(1, 2).float().cpu().contiguous().numpy()
+        boxes = grid_boxes(rows, columns)
         return [
-            Regions(cells[number], boxes(rows, columns, each.size), each.size) for number, each in enumerate(pictures)
+            Regions(cell, boxes * np.array(each.size * 2, np.float32), each.size)
+            for cell, each in zip(cells, pictures, strict=True)
         ]
-
-
-def boxes(rows: int, columns: int, size: tuple[int, int]) -> np.ndarray:
-    """The boxes of even cells, [rows · columns, 4] float32, in pixels of a picture of ``size`` (width, height)."""
-    across = np.linspace(0, size[0], columns + 1, dtype=np.float32)
-    down = np.linspace(0, size[1], rows + 1, dtype=np.float32)
-    left, top = np.meshgrid(across[:-1], down[:-1])
-    right, bottom = np.meshgrid(across[1:], down[1:])
-    return np.stack([left, top, right, bottom], axis=-1).reshape(-1, 4)
 
 
 def _three(flag: str, numbers: Sequence[float]) -> Tensor:

@@ -33,8 +33,6 @@ def examine(
     Raises:
         CoderError: unknown options, or a folder that is nothing that can be checked.
     """
-    if samples < 1:
-        raise CoderError(f"--samples is {samples}; it must be 1 or more")
     config = resolve([("flag", options)])
     stay_offline()
     paths = [folder_of(spec, config.model.cache_dir) for spec in folders]

@@ -19,7 +19,7 @@ model to many digits, where 2 - 2cos would cancel to noise; two near-duplicates 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isqrt, log
+from math import isqrt
 from typing import Any
 
 import torch
@@ -40,9 +40,6 @@ _COLUMNS = {
     "I-I var": ("uniformity", "images", "variance"),
     "T-T' mean": ("uniformity", "texts", "mean"),
     "T-T' var": ("uniformity", "texts", "variance"),
-    "W&I align": ("alignment", "image_text", "wang_isola"),
-    "W&I unif I": ("uniformity", "images", "wang_isola"),
-    "W&I unif T": ("uniformity", "texts", "wang_isola"),
 }
 
 
@@ -135,7 +132,7 @@ def _fused_alignment(scores: Tensor, count: int) -> dict[str, Any]:
         raise CoderError("fused_scores must be in [-1, 1]")
     pairs = _Distances()
     pairs.add((2 - 2 * scores.clamp(-1, 1)).sqrt())
-    return {**pairs.summary(), "wang_isola": pairs.mean_square()}
+    return pairs.summary()
 
 
 @torch.no_grad()
@@ -150,8 +147,8 @@ def alignment(
 
     Returns:
         ``image_text`` and ``text_text``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std``
-        of their distances, and ``wang_isola``, the alignment E |a - b|² of Wang & Isola (ICML 2020, alpha = 2). Every
-        pair weighs the same. Without a pair, as with one caption per image, the count is 0 and the rest None.
+        of their distances. Every pair weighs the same. Without a pair, as with one caption per image, the count is 0 and
+        the rest None.
     """
     points, captions, owner = _on_sphere(images, texts, image_of_text)
     indices = torch.arange(len(captions), device=owner.device)
@@ -164,10 +161,7 @@ def alignment(
         if not len(first):  # no image has more captions than this
             break
         _subtract(text_text, captions, captions, order[first], order[first + step], chunk)
-    return {
-        name: {**pairs.summary(), "wang_isola": pairs.mean_square()}
-        for name, pairs in {"image_text": image_text, "text_text": text_text}.items()
-    }
+    return {"image_text": image_text.summary(), "text_text": text_text.summary()}
 
 
 @torch.no_grad()
@@ -184,16 +178,11 @@ def uniformity(
 
     Returns:
         ``images`` and ``texts``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std`` of their
-        distances, and ``wang_isola``, the uniformity log E exp(-2 |a - b|²) of Wang & Isola (ICML 2020, t = 2) over
-        the same pairs. Where there is no pair (a single image) the count is 0 and the numbers are None.
+        distances. Where there is no pair (a single image) the count is 0 and the numbers are None.
     """
     points, captions, owner = _on_sphere(images, texts, image_of_text)
     sides = {"images": (points, torch.arange(len(points), device=owner.device)), "texts": (captions, owner)}
-    out = {}
-    for name, (side, group) in sides.items():
-        pairs = _apart(side, group, chunk)
-        out[name] = {**pairs.summary(), "wang_isola": pairs.log_mean_potential()}
-    return out
+    return {name: _apart(side, group, chunk).summary() for name, (side, group) in sides.items()}
 
 
 def recall_by_length(
@@ -247,7 +236,7 @@ def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) ->
 def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Two plain text tables, of distances and of recall by query length (percent), with a line per model.
 
-    T-T are captions of one image, T-T' of different images; W&I is Wang & Isola. "I-T fused" is the distance of an image and
+    T-T are captions of one image, T-T' of different images. "I-T fused" is the distance of an image and
     its caption by a fused score; all other distances compare embeddings. A name is followed by the score that ranked its
     recall. "-" stands where there is no pair, no caption or no fused score.
 
@@ -300,7 +289,7 @@ class _Distances:
     """
 
     def __init__(self) -> None:
-        self.count, self.mean, self.deviations, self.potential = 0, 0.0, 0.0, 0.0
+        self.count, self.mean, self.deviations = 0, 0.0, 0.0
 
     def add(self, distances: Tensor) -> None:
         """Add ``distances`` [P], float64, in [0, 2] except for rounding."""
@@ -312,19 +301,12 @@ class _Distances:
         self.deviations += (mean - self.mean) ** 2 * self.count * new / (self.count + new)
         self.count += new
         self.mean += (mean - self.mean) * new / self.count
-        self.potential += float(distances.square().mul_(-2).exp_().sum())
 
     def summary(self) -> dict[str, Any]:
         if not self.count:
             return {"count": 0, "mean": None, "variance": None, "std": None}
         variance = self.deviations / self.count
         return {"count": self.count, "mean": self.mean, "variance": variance, "std": variance**0.5}
-
-    def mean_square(self) -> float | None:
-        return self.mean**2 + self.deviations / self.count if self.count else None
-
-    def log_mean_potential(self) -> float | None:
-        return log(self.potential / self.count) if self.count else None
 
 
 def _subtract(into: _Distances, left: Tensor, right: Tensor, a: Tensor, b: Tensor, chunk: int | None) -> None:

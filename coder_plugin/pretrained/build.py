@@ -49,7 +49,7 @@ def make_model(
     """
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
     backbone = plugin_backbones.find_backbone(config.name)
-    example = None if source is None else first_image(source, reads_regions=backbone is not None)
+    example = None if source is None else first_image(source)
     if backbone is not None:
         options.update(_region_model_options(config))
         if source is not None:
@@ -141,7 +141,7 @@ def make_tokenizer(config: ModelConfig, model: Any, *, word_dropout: float = 0.0
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 
-def first_image(source: Any, *, reads_regions: bool) -> Any:
+def first_image(source: Any) -> Any:
     """The first image, or regions, of a data set that can be read.
 
     Raises:
@@ -155,7 +155,7 @@ def first_image(source: Any, *, reads_regions: bool) -> Any:
             failed.append(describe(item.key, error))
         if len(failed) == ENOUGH:
             break
-    raise nothing_to_read(source.name, failed, regions=reads_regions)
+    raise nothing_to_read(source.name, failed)
 
 
 def check_data(model: Any, example: Any, name: str, *, max_regions: int) -> None:

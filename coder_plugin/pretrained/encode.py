@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 from coder_plugin import distributed
 from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples, total
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import Reranks, heads_with
@@ -51,6 +50,7 @@ class Encoded(NamedTuple):
     captions: Sequence[str]  # T
     items: Any = None  # Items of a model that re-ranks, on the first rank only; None for other models
     skipped: Mapping[str, int] = {}  # samples that were left out, by kind of fault
+    index: Any = None  # [N], positions of the images in the data set
 
 
 class Encoder:
@@ -97,10 +97,6 @@ class Encoder:
         self.max_bad_samples, self._reranker = max_bad_samples, reranker
 
     @property
-    def reads_regions(self) -> bool:
-        return isinstance(self.transform, RegionTransform)
-
-    @property
     def reranking(self) -> Any:
         """What re-ranks shortlists: the re-ranker that the encoder was given, or the model's head; None if there is neither.
 
@@ -125,7 +121,7 @@ class Encoder:
         image_items: list[Item] = []
         text_items: list[Item] = []
         training = self.model.training
-        own_bad = BadSamples(source.name, self.max_bad_samples, reads_regions=self.reads_regions)
+        own_bad = BadSamples(source.name, self.max_bad_samples)
         self.model.eval()
         try:
             share = self._encode_share(source, head, image_items, text_items, own_bad)
@@ -160,6 +156,7 @@ class Encoder:
             [captions[number] for number in text_order.tolist()],
             items,
             dict(bad.kinds),
+            index.sort().values,
         )
 
     def _encode_share(

@@ -18,7 +18,7 @@ from torch import Tensor
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.base import Regions, grid_boxes
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluating
@@ -255,17 +255,6 @@ def grid_of(model: Any, count: int) -> tuple[int, int]:
         features = f"{type(visual).__name__} returns {count} features of a picture of {height} x {width}"
         raise CoderError(f"{features}: they form no grid that could be drawn")
     return rows, count // rows
-
-
-def grid_boxes(rows: int, columns: int) -> np.ndarray:
-    """The cells of a grid, row by row, as boxes [L, 4] float32: left, top, right, bottom as fractions of the picture.
-
-    Example:
-        >>> grid_boxes(1, 2).tolist()
-        [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]
-    """
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    return np.stack([column / columns, row / rows, (column + 1) / columns, (row + 1) / rows], 1).astype(np.float32)
 
 
 def tower_picture(image: Tensor, preprocess: Any) -> np.ndarray:

@@ -93,8 +93,6 @@ def compare_runs(
         Section("curves", "Curves", attempt(_curves, runs)),
     ]
     if images is not None:
-        if images < 1:
-            raise CoderError(f"--images is {images}; it must be 1 or more")
         named = {f"{run.number} {run.name}": run.folder for run in runs}
         opened = open_runs(named, options or {}, export=export, split=split)
         shown += [

@@ -54,8 +54,6 @@ def figure_options(
         return None
     if reweighted:
         raise CoderError("--pictures shows a model as it was trained: leave out --beta and --context-weight")
-    if images is not None and images < 1:
-        raise CoderError(f"--pictures-count is {images}; it must be 1 or more")
     words = (concepts or "").lower().replace(",", " ").split()
     if concepts is not None and len(set(words)) < 2:
         raise CoderError(f"--pictures-concepts {concepts!r}: name two words or more, such as dog,water,snow")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -175,25 +176,10 @@ def finder(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], Exa
 
 
 def items_of(source: Any, encoded: Encoded, rows: Collection[int]) -> dict[int, Item]:
-    """The items of some rows of ``encoded.images``, in order. The data are read no further than the last of them.
-
-    Several images may share a key and so an id, and ``encoded`` lacks images that could not be read: rows are matched in the
-    data's order by id and captions.
-    """
-    captions: list[list[str]] = [[] for _ in encoded.image_ids]
-    for caption, row in zip(encoded.captions, encoded.image_of_text.tolist(), strict=True):
-        captions[row].append(caption)
-    expected = enumerate(zip(encoded.image_ids.tolist(), captions, strict=True))
-    items: dict[int, Item] = {}
-    row, wanted = next(expected, (0, None))
-    for _, item in source.items():
-        if row > max(rows, default=-1) or wanted is None:
-            break
-        if (item.image_id, list(item.captions)) == wanted:
-            if row in rows:
-                items[row] = item
-            row, wanted = next(expected, (row, None))
-    return items
+    """The items of some rows of ``encoded.images``, in order. The data are read no further than the last of them."""
+    row_at = {int(encoded.index[row]): row for row in rows}
+    numbered = ((row_at[position], item) for position, item in source.items() if position in row_at)
+    return dict(islice(numbered, len(row_at)))
 
 
 def shown_images(items: Mapping[int, Item], pictures: Any) -> dict[int, dict[str, Any]]:

@@ -16,8 +16,6 @@ from coder_plugin.report.alignment import Alignment, brightness
 from coder_plugin.report.charts import new_figure, plain_text
 from coder_plugin.report.words import FUNCTION_WORDS
 
-SUFFIXES = ("png", "svg")
-
 _POSITIVE = {
     "image-text": ("alignment", "image_text"),
     "image-text, fused score": ("alignment", "image_text_fused"),
@@ -51,8 +49,8 @@ def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> N
         raise CoderError(f"{flag} {folder} cannot be made: {error}") from error
 
 
-def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, suffix: str = "png") -> list[Path]:
-    """Draw the analyses of one or several models.
+def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path) -> list[Path]:
+    """Draw the analyses of one or several models, as PNG.
 
     ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``recall_by_length`` (figure 5) is
     text-to-image recall by query length. Distances compare embeddings, and of image-text pairs also by the fused score
@@ -63,13 +61,12 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
         rows: model name -> result of :func:`coder_plugin.evaluation.analyses.analyse`, also read back from JSON. All with
             the same ``edges``.
         folder: where the figures go. It is made; files of the same names are replaced.
-        suffix: "png" or "svg".
 
     Returns:
         The three files, in the order above.
 
     Raises:
-        CoderError: matplotlib is not installed, no rows, rows with different bins, an unknown suffix.
+        CoderError: matplotlib is not installed, no rows, rows with different bins.
 
     Example:
         >>> plot_analyses({}, "figures")
@@ -77,8 +74,6 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
         coder_plugin.errors.CoderError: there is no model to report on
     """
     labels = length_labels(rows)
-    if suffix not in SUFFIXES:
-        raise CoderError(f"figures are written as {' or '.join(SUFFIXES)}, got {suffix!r}")
     folder = Path(folder)
     with plain_text():
         figures = {
@@ -88,8 +83,8 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
         }
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.{suffix}", dpi=150, bbox_inches="tight")
-    return [folder / f"{name}.{suffix}" for name in figures]
+            figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
+    return [folder / f"{name}.png" for name in figures]
 
 
 def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, str]], title: str) -> Any:

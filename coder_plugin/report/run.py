@@ -121,8 +121,6 @@ def report_run(
         CoderError: the folder is not a run's, the file cannot be written, or data named in ``options`` cannot be read.
             (If the run's own data or export cannot be read, the report says so instead.)
     """
-    if images < 1:
-        raise CoderError(f"--images is {images}; it must be 1 or more")
     run = RunFolder.read(folder)
     model: dict[str, Any] = {}
     try:

@@ -36,6 +36,7 @@ from coder_plugin.serve.originals import Originals
 
 try:
     import h11
+    import python_multipart  # noqa: F401 - by which FastAPI reads uploads
     import uvicorn
     from fastapi import Depends, FastAPI, File, HTTPException, Request, Response, UploadFile
     from fastapi.datastructures import Headers

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from coder_plugin import distributed
 from coder_plugin.backbones.clip import without_weights_warning
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, saving
@@ -89,19 +87,6 @@ class Adapter:
         for handler in [each for each in logging.getLogger().handlers if type(each) is logging.StreamHandler]:
             logging.getLogger().removeHandler(handler)  # of a message until now: upstream adds its own, and lines came twice
         return args
-
-    def withdraw(self) -> None:
-        """Delete the folder of a run that a mistake ended before its first step: upstream would refuse its name again."""
-        run = self.run
-        if run is None or run.started or run.folder is None or distributed.rank() != 0:
-            return
-        if any(path.is_file() for path in (run.folder / "checkpoints").glob("**/*")):
-            return
-        for handler in list(logging.getLogger().handlers):
-            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == run.folder.resolve():
-                logging.getLogger().removeHandler(handler)
-                handler.close()
-        shutil.rmtree(run.folder, ignore_errors=True)
 
     def create_model_and_transforms(self, name: str, pretrained: str | None = None, **options: Any) -> Any:
         """The first model is trained; a second one is the teacher of a distillation."""

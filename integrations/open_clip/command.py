@@ -29,7 +29,6 @@ def adapted() -> Iterator[Adapter]:
         try:
             yield adapter
         except CoderError as error:
-            adapter.withdraw()
             from coder_plugin.integrations.open_clip import flags
 
             raise CoderError(flags.renamed(str(error))) from error

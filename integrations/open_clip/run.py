@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import open_clip
@@ -54,7 +53,6 @@ class Run:
         args.loss = self.config.loss.expression  # upstream logs it with the run's options
         for name in flags.OURS:
             setattr(args, f"coder_{name}", flat[name])
-        self.folder_existed = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
         self.extras: Extras | None = None
@@ -67,12 +65,6 @@ class Run:
             raise CoderError("--distill-model and distill in --loss are two teachers: leave out one")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model cannot be combined with a CoCa model (a limit of open_clip)")
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that upstream creates for the run; None if it existed before, or has no name yet."""
-        args = self.args
-        return Path(args.logs, args.name) if args.name and not self.folder_existed else None
 
     @property
     def is_plain(self) -> bool:

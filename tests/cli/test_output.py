@@ -167,7 +167,8 @@ def test_an_epoch_that_ends_early_prints_its_last_step_and_missing_pictures_name
     few, every = (str(table.parent / f"{name}.csv") for name in ("few", "all"))
     assert main([*command, "--train-data", few, "--name", "few"]) == 0
     assert "epoch 1/1 step 1/2: loss " in capsys.readouterr().out
-    advice = ": fix the paths, or name the folder that they are relative to (--image-root)\n"
+    advice = ": fix the paths, or name the folder that they are relative to (--image-root); "
+    advice += "a model that reads region features needs their files instead (--regions)\n"
     assert main([*command, "--train-data", every]) == 2
     told = capsys.readouterr().err
     assert "none of the first 12 images can be read; the first: 0.jpg: not found: '" in told and told.endswith(advice)

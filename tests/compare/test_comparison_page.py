@@ -38,7 +38,8 @@ class Run:
         noise = torch.randn(len(owner), IMAGES, generator=torch.Generator().manual_seed(len(self.folder.name)))
         texts = torch.eye(IMAGES)[owner] + (0.2 if "dcl" in self.folder.name else 0.5) * noise
         ids = torch.tensor([item.image_id for item in self.items])
-        return Encoded(torch.eye(IMAGES), texts, owner, ids, [caption for item in self.items for caption in item.captions])
+        captions = [caption for item in self.items for caption in item.captions]
+        return Encoded(torch.eye(IMAGES), texts, owner, ids, captions, index=torch.arange(IMAGES))
 
 
 @pytest.fixture

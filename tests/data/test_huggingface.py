@@ -18,6 +18,7 @@ from coder_plugin import Callback, Trainer, distributed
 from coder_plugin.cli import main
 from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
@@ -250,7 +251,7 @@ def test_every_shard_is_read_once(tmp_path, ranks, workers):
     note.write_text("")
     seen.clear()
     for rank in range(ranks):
-        share = {"rank": rank, "world_size": ranks, "workers": workers}
+        share = {"rank": rank, "world_size": ranks, "workers": workers, "bad": BadSamples(source.name)}
         for batch in evaluation_batches(source, batch_size=3, transform=transform, **share):
             seen.update(batch["image"][:, 0, 0, 0].int().tolist())
     assert set(Counter(note.read_text().split()).values()) == {1} and seen == Counter(range(40))

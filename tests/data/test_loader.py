@@ -181,7 +181,7 @@ def test_the_surrounding_generators_are_not_disturbed(tmp_path, workers):
     seed()
     assert [draws() for _ in loader(source, workers=workers).epoch(0)] == expected
     seed()
-    batches = evaluation_batches(source, batch_size=6, transform=transform, workers=workers)
+    batches = evaluation_batches(source, batch_size=6, transform=transform, bad=BadSamples(source.name), workers=workers)
     assert [draws() for _ in batches] == expected
 
 
@@ -367,7 +367,7 @@ def test_evaluation_shows_every_image_once_and_in_order(tmp_path, kind, world, w
     source = make(kind, tmp_path, bad=(6, 40))
     found = {}
     for rank in range(world):
-        options = {"batch_size": 4, "transform": transform, "workers": workers}
+        options = {"batch_size": 4, "transform": transform, "workers": workers, "bad": BadSamples(source.name)}
         batches = list(evaluation_batches(source, rank=rank, world_size=world, **options))
         order = [index for batch in batches for index in batch["index"].tolist()]
         assert order == sorted(order)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from coder_plugin.data import open_source
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.streams import STRIDE
 from coder_plugin.detectors.extract import RegionsJob
@@ -53,7 +54,7 @@ def test_images_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(t
     write_shards(tmp_path, shards=9, size=5)
 
     def images(rank: int, world_size: int, workers: int) -> list[tuple[int, str]]:
-        options: Any = {"batch_size": 3, "transform": lambda _: torch.zeros(1), "workers": workers}
+        options: Any = {"batch_size": 3, "transform": lambda _: torch.zeros(1), "bad": BadSamples("shards"), "workers": workers}
         found = evaluation_batches(open_source(spec(tmp_path, 9)), rank=rank, world_size=world_size, **options)
         return [pair for batch in found for pair in zip(batch["index"].tolist(), batch["keys"], strict=True)]
 

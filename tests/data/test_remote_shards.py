@@ -23,6 +23,7 @@ from PIL import Image
 
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.streams import STRIDE
 from coder_plugin.errors import CoderError
@@ -170,7 +171,7 @@ def test_a_stream_gives_every_sample_once_and_resumes(folder, url, workers, batc
     for used, position in [*enumerate(positions, 1)][:: 1 + workers]:
         assert [batch["text"].tolist() for batch in loader(spec, **options).epoch(0, position)] == batches[used:]
     found = evaluation_batches(
-        open_source(spec), batch_size=4, transform=lambda _: torch.zeros(1), workers=workers
+        open_source(spec), batch_size=4, transform=lambda _: torch.zeros(1), bad=BadSamples(spec), workers=workers
     )
     indices = sorted(n for batch in found for n in batch["index"].tolist())
     assert indices == [shard * STRIDE + n for shard in range(2) for n in range(6)]

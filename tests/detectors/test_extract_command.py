@@ -17,10 +17,10 @@ from coder_plugin.errors import CoderError
 TIMM = ["--detector", "timm", "--detector-model", "test_resnet.r160_in1k", "--allow-random", "--device", "cpu"]
 
 
-def run(*words: str, **reading) -> str:
+def run(*words: str) -> str:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_command(parser, Extract)
-    return extract_command(read_command(Extract, parser.parse_args([*words, "--workers", "0"])), **reading)
+    return extract_command(read_command(Extract, parser.parse_args([*words, "--workers", "0"])), {})
 
 
 def fault(*words: str) -> str:

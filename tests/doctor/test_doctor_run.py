@@ -255,7 +255,7 @@ def test_a_run_s_configuration_names_its_data_and_recipe(
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--samples", "0"], "--samples is 0"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["nowhere"], "neither a run's"),
         (["--config", "nowhere.json"], "nowhere.json"),
     ],

@@ -72,16 +72,8 @@ def reference(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor) ->
         "texts": [apart(w[s], w[t]) for s, t in itertools.combinations(range(len(w)), 2) if of[s] != of[t]],
     }
     return {
-        "alignment": {
-            name: {**figures(ds), "wang_isola": math.fsum(d**2 for d in ds) / len(ds)} for name, ds in aligned.items()
-        },
-        "uniformity": {
-            name: {
-                **figures(ds),
-                "wang_isola": math.log(math.fsum(math.exp(-2 * d**2) for d in ds) / len(ds)),
-            }
-            for name, ds in uniform.items()
-        },
+        "alignment": {name: figures(distances) for name, distances in aligned.items()},
+        "uniformity": {name: figures(distances) for name, distances in uniform.items()},
     }
 
 
@@ -113,14 +105,12 @@ def test_hand_values() -> None:
     owner = [0, 0, 1]
     got = alignment(images, texts, owner)
     # Distances 0 (same direction), 2 (opposite) and 0; mean 2/3, E d² = 4/3, variance 4/3 - 4/9 = 8/9.
-    assert got["image_text"] == pytest.approx(
-        {"count": 3, "mean": 2 / 3, "variance": 8 / 9, "std": math.sqrt(8) / 3, "wang_isola": 4 / 3}
-    )
-    assert got["text_text"] == pytest.approx({"count": 1, "mean": 2, "variance": 0, "std": 0, "wang_isola": 4})
+    assert got["image_text"] == pytest.approx({"count": 3, "mean": 2 / 3, "variance": 8 / 9, "std": math.sqrt(8) / 3})
+    assert got["text_text"] == pytest.approx({"count": 1, "mean": 2, "variance": 0, "std": 0})
     got = uniformity(images, texts, owner)
-    assert got["images"] == pytest.approx({"count": 1, "mean": ROOT2, "variance": 0, "std": 0, "wang_isola": -4})
+    assert got["images"] == pytest.approx({"count": 1, "mean": ROOT2, "variance": 0, "std": 0})
     # text 2 against each of image 0's: those two are no pair here
-    assert got["texts"] == pytest.approx({"count": 2, "mean": ROOT2, "variance": 0, "std": 0, "wang_isola": -4}, abs=1e-9)
+    assert got["texts"] == pytest.approx({"count": 2, "mean": ROOT2, "variance": 0, "std": 0}, abs=1e-9)
 
 
 def test_opposite_points_are_two_apart() -> None:
@@ -326,7 +316,6 @@ def test_fused_scores_of_pairs_are_distances_of_their_own() -> None:
     assert got["scores"] == plain["scores"] | {"image_text_fused": "fused score", "recall_by_length": "fused score"}
     by_hand = analyse(images, texts, owner, words(*[3] * 24), fused_scores=torch.tensor([1.0, 0.5, -1.0]).repeat(8))
     assert by_hand["alignment"]["image_text_fused"]["mean"] == pytest.approx((0 + 1 + 2) / 3)
-    assert by_hand["alignment"]["image_text_fused"]["wang_isola"] == pytest.approx((0 + 1 + 4) / 3)
     lines = format_analyses({"plain": plain, "both": got | {"alignment": by_hand["alignment"]}}).splitlines()
     assert lines[0].split("  ")[1].strip() == "I-T mean" and "I-T fused" in lines[0]
     at = lines[0].index("I-T fused")

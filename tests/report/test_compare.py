@@ -159,7 +159,7 @@ def test_the_command(runs: list[Path], tmp_path: Path, capsys: Any) -> None:
     assert "132.0" in section((tmp_path / "new" / "x.html").read_text(encoding="utf-8"), "runs")
     capsys.readouterr()
     for flags, said in (
-        (["--images", "0"], "--images is 0"),
+        (["--images", "0"], "--images must be at least 1, got 0"),
         (["--split", "test"], "leave out --split, or add --images N"),
         ([names[0]], "is named twice"),
         ([str(tmp_path / "absent")], "absent"),

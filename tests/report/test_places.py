@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from coder_plugin import create_model
+from coder_plugin.data.regions.base import grid_boxes
 from coder_plugin.errors import CoderError
-from coder_plugin.report.alignment import grid_boxes, grid_of, tower_picture
+from coder_plugin.report.alignment import grid_of, tower_picture
 
 TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 TOWERS = {  # image size (height, width), its configuration, its grid

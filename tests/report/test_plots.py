@@ -48,11 +48,10 @@ def two(tmp_path_factory) -> tuple[dict, list]:
     return rows, draw(tmp_path_factory.mktemp("figures"), rows)
 
 
-@pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_files(tmp_path, suffix: str, head: bytes) -> None:
-    paths = plot_analyses({"one": row(0)}, tmp_path / "new" / "folder", suffix=suffix)
-    assert [path.name for path in paths] == [f"{name}.{suffix}" for name in NAMES]
-    assert all(path.parent == tmp_path / "new" / "folder" and path.read_bytes().startswith(head) for path in paths)
+def test_files(tmp_path) -> None:
+    paths = plot_analyses({"one": row(0)}, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == [f"{name}.png" for name in NAMES]
+    assert all(path.parent == tmp_path / "new" / "folder" and path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_bars_are_the_numbers(two) -> None:
@@ -90,18 +89,16 @@ def test_no_pyplot(tmp_path) -> None:
     code = (
         "import sys\nfrom coder_plugin.report import eval_figures, plot_analyses\n"
         "assert not {'matplotlib', 'sklearn'} & set(sys.modules), 'imported before it is needed'\n"
-        "import json\nplot_analyses({'a': json.load(open(sys.argv[1]))}, sys.argv[2], suffix='svg')\n"
+        "import json\nplot_analyses({'a': json.load(open(sys.argv[1]))}, sys.argv[2])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     (tmp_path / "row.json").write_text(json.dumps(row(0)))
-    (tmp_path / "alignment.svg").write_text("an older one")
+    (tmp_path / "alignment.png").write_text("an older one")
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "row.json"), str(tmp_path)], check=True, timeout=120)
-    assert "an older one" not in (tmp_path / "alignment.svg").read_text()
+    assert b"an older one" not in (tmp_path / "alignment.png").read_bytes()
 
 
 def test_bad_input(tmp_path) -> None:
-    with pytest.raises(CoderError, match="png or svg"):
-        plot_analyses({"a": row(0)}, tmp_path, suffix="jpg")
     with pytest.raises(CoderError, match="no model"):
         plot_analyses({}, tmp_path)
     with pytest.raises(CoderError, match="other bins"):

@@ -28,7 +28,8 @@ def ranked(encoded: Encoded) -> dict[str, Any]:
 def test_images_without_pictures_are_called_by_name() -> None:
     regions = [Item(f"image-{n}", (f"caption {n}",), lambda: Regions(torch.zeros(2, 3).numpy())) for n in range(3)]
     ids = torch.tensor([item.image_id for item in regions])
-    encoded = Encoded(torch.eye(3), torch.eye(3), torch.arange(3), ids, [item.captions[0] for item in regions])
+    captions = [item.captions[0] for item in regions]
+    encoded = Encoded(torch.eye(3), torch.eye(3), torch.arange(3), ids, captions, index=torch.arange(3))
     options: dict[str, Any] = {"result": ranked(encoded), "count": 1, "depth": None}
     shown = query_blocks(encoded, ItemSource(regions), None, **options)
     assert shown[1]["query"]["hits"][0]["image"] == {"uri": None, "key": "image-0", "alt": "caption 0"}
@@ -51,7 +52,7 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
     captions = [caption for item in items[1:] for caption in item.captions]
     ids = torch.tensor([item.image_id for item in items[1:]])
     owner = torch.tensor([0, 0, 1, 1, 2])
-    encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions)
+    encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions, index=torch.arange(1, 4))
     source = ItemSource(items)
     assert {row: item.captions[0] for row, item in items_of(source, encoded, {2, 1}).items()} == {1: "blue", 2: "green"}
     blocks = query_blocks(encoded, source, None, ranked(encoded), count=3, depth=None)

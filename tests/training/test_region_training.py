@@ -373,13 +373,12 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
 
 def test_regions_that_are_forgotten(tmp_path, made, bigru, capsys):
     """The captions name pictures, which need not exist where regions are read."""
-    with pytest.raises(CoderError, match=r"not found.*reads region features: name their files \(--regions\)"):
+    with pytest.raises(CoderError, match=r"not found.*reads region features needs their files instead \(--regions\)"):
         Trainer.from_config(config(made, tmp_path, train_data=made["karpathy"]))
     run, data = str(bigru.folder), made["karpathy"]
     for words in (["eval", run, "--val-data", data], ["index", run, "--data", data, "--output", str(tmp_path / "out")]):
         assert main(words) == 2
-        error = capsys.readouterr().err
-        assert "this model reads region features: name their files (--regions)" in error and "--image-root" not in error
+        assert "a model that reads region features needs their files instead (--regions)" in capsys.readouterr().err
 
 
 # damaged features

@@ -191,6 +191,17 @@ def optional_package(module: str) -> Any:
         raise CoderError(f"this file needs the package {package}: {install_command('regions')}") from exc
 
 
+def grid_boxes(rows: int, columns: int) -> np.ndarray:
+    """The cells of a grid, row by row, as boxes [L, 4] float32: left, top, right, bottom as fractions of the picture.
+
+    Example:
+        >>> grid_boxes(1, 2).tolist()
+        [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]
+    """
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    return np.stack([column / columns, row / rows, (column + 1) / columns, (row + 1) / rows], 1).astype(np.float32)
+
+
 #: How :func:`names_of` changes a name, in its order.
 DERIVATIONS = ("unchanged", "without folders", "without folders and ending", "the digits at its end", "the number at its end")
 

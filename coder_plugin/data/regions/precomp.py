@@ -70,12 +70,6 @@ class PrecompFile(Mapping[str, Regions]):
     def __init__(self, path: str, *, split: str = "train") -> None:
         self.folder = _folder(path)
         self.split = _split(self.folder, split)
-        for other in ("counts.npy", "whole.npy"):
-            if os.path.exists(self.path(other)):
-                raise CoderError(
-                    f"{self.path(other)} is not read: SCAN's layout has as many regions for each image, and no feature of the "
-                    "whole image. Keep such features in region shards (coder-plugin regions extract, or convert)"
-                )
         self._ims = _map(self.path("ims.npy"), "f", 3)
         self.files = (self.path("ims.npy"),)
         texts = map(self.path, ("caps.txt", "ids.txt"))

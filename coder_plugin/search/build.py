@@ -158,7 +158,7 @@ def add(
             source = Path(embeddings)
         table = embedded(source)
         captions = int(_starts(table)[-1])
-        Table([*index.table.paths, *table.paths])  # refuses files of another model, or with other vectors or columns
+        _check_same(index, table, source)
         existing = _existing(index, table.image_ids(), replace)
         old = _without(index, existing)
         first = 1 + max(int(path.stem) for path in (folder / EMBEDDINGS).glob("*.parquet"))
@@ -240,6 +240,32 @@ def _check_begun(folder: Path, plan: Mapping[str, Any]) -> None:
             continue
         if other := differences(begun, plan):
             raise CoderError(f"{folder} was begun with other options ({other}): choose another folder, or remove this one")
+
+
+def _check_same(index: Index, table: Table, source: Path) -> None:
+    """The embeddings are those of the index's model, kinds and columns."""
+    note, folder = index.note, index.folder
+    if table.model["fingerprint"] != note["model"]["fingerprint"]:
+        names = [str(each.get("name") or "an unnamed model")[:200] for each in (table.model, note["model"])]
+        raise CoderError(
+            f"{source} was embedded with another model ({names[0]}) than {folder} ({names[1]}), so their vectors "
+            "cannot be compared: embed the data with the index's model"
+        )
+    if table.columns != note["columns"]:
+        theirs, ours = (" ".join(f"{name}:{kind}" for name, kind in each.items()) for each in (table.columns, note["columns"]))
+        todo = f"embed the data with --columns {ours}" if ours else "embed the data without --columns"
+        raise CoderError(f"{source} has other metadata columns ({theirs or 'none'}) than {folder}: {todo}")
+    if table.vector_sizes != note["all_vectors"]:
+        sizes = [_shown(each) for each in (table, index.table)]
+        raise CoderError(f"{source} has other vectors ({sizes[0]}) than {folder} ({sizes[1]}): see embed --what")
+    if table.tokens != note["tokens"]:
+        named = note["model"].get("reranker")
+        flag = f"with --reranker {named!r}" if named else "with --tokens" if note["tokens"] else "without tokens"
+        raise CoderError(f"{source} has other tokens for re-ranking than {folder}: embed the data {flag}")
+
+
+def _shown(table: Table) -> str:
+    return ", ".join(f"{kind} of {size['views']} x {size['dimensions']}" for kind, size in table.vector_sizes.items())
 
 
 def _existing(index: Index, image_ids: Any, replace: bool) -> list[int]:

@@ -380,10 +380,7 @@ class Table:
         file = _File(path)
         if self._form is not None and file.ends[-1] and (form := file.form()) != self._form:
             differ = "another model" if form[0] != self._form[0] else "other columns, or vectors of other sizes"
-            raise CoderError(
-                f"{path} has {differ} than {self.paths[0]}: embed all data with one model and the same options; metadata "
-                "columns are named by embed --columns, columns of tokens come from --tokens or --reranker"
-            )
+            raise CoderError(f"{path} has {differ} than {self.paths[0]}: embed all data with one model and the same options")
         return file
 
     def __len__(self) -> int:

@@ -111,10 +111,10 @@ def test_only_embeddings_of_the_same_form_are_added(tmp_path: Path) -> None:
     embed(tmp_path / "e", tokens=True)
     build_index(tmp_path / "index", tmp_path / "e")
     for options, text in (
-        ({"fingerprint": "e" * 64}, "has another model than"),
-        ({"what": "images"}, "has other columns, or vectors of other sizes"),
-        ({"columns": {"source": "string"}}, "has other columns, .* than .* embed --columns"),
-        ({}, "has other columns, .* than .* --tokens"),
+        ({"fingerprint": "e" * 64}, "was embedded with another model .model e. than"),
+        ({"what": "images"}, "has other vectors"),
+        ({"columns": {"source": "string"}}, "has other metadata columns .source:string. than .* --columns source:string width"),
+        ({}, "has other tokens for re-ranking than .*: embed the data with --tokens"),
     ):
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         embed(tmp_path / "new", name="b", **{"tokens": bool(options), **options})  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from typing import Any
 from coder_plugin.cli.encoding import IndexFlags
 from coder_plugin.cli.flags import add_command
 from coder_plugin.config import option
+from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 #: Groups that the table shows, and images of each.
@@ -50,6 +51,8 @@ def run(arguments: Command) -> int:
     from coder_plugin.cli.checks import check_folder, check_parent, writing
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
+    if not 0 < arguments.threshold <= 1:
+        raise CoderError(f"--threshold is a cosine, above 0 and at most 1, got {arguments.threshold}")
     check_parent(arguments.html, "--html")
     check_parent(arguments.keys_file, "--keys-file")
     from coder_plugin.search.duplicates import find_duplicates

@@ -109,6 +109,8 @@ def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
         kind = "pictures" if Path(arguments.data).is_dir() else options.get("dataset_type", "auto")
         check_data(arguments.data, flag="--data", kind=kind)
         new = {"data": arguments.data, "split": arguments.split, "options": options}
+        if "pretrained" not in options and "model" in options:  # where the index's model is now
+            new["model"] = options.pop("model")
     from coder_plugin.search.build import add
 
     added = add(arguments.index, new, replace=arguments.replace)

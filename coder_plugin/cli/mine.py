@@ -138,13 +138,12 @@ def _check_same_data(index: Any, arguments: Command, options: Mapping[str, Any])
         CoderError: the index was made from other data.
     """
     from coder_plugin.data.units import content_digest
-    from coder_plugin.locations import absolute
-    from coder_plugin.search.embed import open_data
+    from coder_plugin.search.embed import absolute_data, open_data
 
     assert arguments.data is not None
     source, _ = open_data(_data_config(arguments, options), arguments.data, arguments.split)
     plan, digest = index.note["plan"], content_digest(source)
-    same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute(arguments.data)
+    same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute_data(arguments.data)
     if not same:
         made_from = f"{str(plan.get('data'))[:200]}, split {str(plan.get('split'))[:40]}"
         raise CoderError(

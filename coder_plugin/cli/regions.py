@@ -132,11 +132,11 @@ def extract_command(arguments: Extract, options: Mapping[str, Any]) -> str:
     from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.detectors.extract import regions_job
 
+    index, count = share_of(arguments.task_index, arguments.task_count)
     data, images = _reading_config(options).data, arguments.images
     set_max_pixels(data.max_image_pixels)
     bare = data.dataset_type == "auto" and is_pictures(images)
     source = Pictures(images) if bare else open_source(images, split=arguments.split, **reading_options(data, images))
-    index, count = share_of(arguments.task_index, arguments.task_count)
     detector_options = {name: getattr(arguments, name) for name in _DETECTOR}
     job = regions_job(
         source,

@@ -312,7 +312,7 @@ def open_picture(value: Any) -> Image:
 
     Raises:
         BadSample: none of these, or a picture that :func:`~coder_plugin.data.decode.decode_image` refuses.
-        OSError: no such file.
+        OSError: no such file, no regular file, or one that may not be read.
     """
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]

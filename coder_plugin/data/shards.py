@@ -35,7 +35,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
 _LONGEST_ID = 4096
-_TOGETHER = " (the files of a sample must follow each other in its shard: tar --sort=name)"
+_TOGETHER = " (if the files of a sample are apart in the shard, sort it: tar --sort=name)"
 log = logging.getLogger(__name__)
 
 

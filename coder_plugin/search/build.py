@@ -198,16 +198,17 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
 
 def _adding_job(index: Index, options: Mapping[str, Any]) -> EmbedJob:
     """A job that embeds further images as those of the index were."""
-    from coder_plugin.pretrained.saved_model import check_model_record, check_saved_reranker
+    from coder_plugin.pretrained.saved_model import check_saved_reranker
+    from coder_plugin.search.searcher import checked_options
 
     model, plan = index.note["model"], index.note["plan"]
     if model["spec"] is None and not isinstance(model["options"].get("model"), str):
         raise CoderError(f"{index.folder} does not say where its model is: embed the images with coder-plugin embed")
-    checked = check_model_record(model, f"its {NOTE}", spec=options.get("model"))
+    checked = checked_options(model, options.get("model"))
     if model["reranker"] and "reranker" not in options:
         check_saved_reranker(model["reranker"], f"its {NOTE}")
     named = {"model": model["spec"], "export": model["export"], **options}
-    named["options"] = {**checked["options"], **options.get("options", {})}
+    named["options"] = {**checked, **options.get("options", {})}
     same = {"what": plan.get("what", "both"), "dtype": plan.get("dtype", "float32"), "thumbnails": plan.get("thumbnails", 128)}
     return EmbedJob(
         output=str(index.folder / ADDING), tokens=bool(index.note["tokens"]), reranker=model["reranker"] or None,

@@ -18,6 +18,7 @@ import numpy as np
 
 from coder_plugin.backbones.names import model_names
 from coder_plugin.config import OPENING, READING, DataConfig
+from coder_plugin.data import HUB
 from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
@@ -26,7 +27,6 @@ from coder_plugin.data.pictures import Pictures, is_pictures
 from coder_plugin.data.units import Block, Job, Slices, content_digest, region_files
 from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
-from coder_plugin.locations import absolute as absolute_data
 from coder_plugin.pretrained.build import check_data
 from coder_plugin.pretrained.device import local_device
 from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
@@ -357,3 +357,9 @@ def model_record(
 def absolute(value: Any) -> Any:
     """The absolute path, if ``value`` is one that exists; else ``value``."""
     return os.path.abspath(value) if isinstance(value, str) and value and os.path.exists(value) else value
+
+
+def absolute_data(data: str) -> str:
+    """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
+    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
+    return data if unchanged else os.path.abspath(data)

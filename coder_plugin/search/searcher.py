@@ -299,7 +299,7 @@ def open_searcher(
         return Searcher(index, None)
     spec = model or record.get("spec")
     try:
-        options = _checked_options(record, model)
+        options = checked_options(record, model)
         name = str(spec or record.get("name", "the index's model"))
         export = "last" if record.get("export") == "last" else None  # the fingerprint says whether it is the same model
         if reranks and reranker is None and record.get("reranker") is not None:
@@ -314,7 +314,7 @@ def open_searcher(
     return Searcher(index, pretrained)
 
 
-def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+def checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, Any]:
     """The options that an index opens its model with. Somebody else may have written them, so they may only describe
     a model, and what would be fetched from where they say is asked for on the command line.
 

@@ -321,6 +321,9 @@ def test_a_search_opens_a_repository_that_is_named_again(
     assert "would fetch 'transformers:owner/tiny': if you trust it, give it yourself, with --model" in capsys.readouterr().err
     assert main(["search", index, "--text", "red", *model]) == 0
     assert "255.png" in capsys.readouterr().out
+    Image.new("RGB", (32, 32)).save(tmp_path / "pictures" / "further.png")
+    assert main(["index", "add", index, *data[:4], "--replace", *model]) == 0
+    assert "3 images and 0 captions added" in capsys.readouterr().out
 
 
 def test_a_repository_is_named_by_its_scheme(folders: dict[str, str], tmp_path: Path) -> None:

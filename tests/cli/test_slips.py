@@ -120,6 +120,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("serve pictures --address 0.0.0.0", ["unknown option --address"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
     ("duplicates nope", ["nope: no such folder", "the folder of an index, which coder-plugin index makes"]),
+    ("duplicates pictures --threshold 95", ["--threshold is a cosine, above 0 and at most 1, got 95.0"]),
     ("duplicates pictures --html no/page.html", ["--html no/page.html: the folder no does not exist"]),
     ("vectors pictures --to lancedb", ["required: --output"]),
     ("vectors pictures --to lanced --output x", ["--to lanced: it is parquet or numpy", "docs/embed.md"]),

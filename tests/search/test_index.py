@@ -137,13 +137,20 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert "6 images, 0 captions; vectors of images: 6 of 128 dimensions" in printed
     assert printed.splitlines()[-1] == f"next: coder-plugin search {index} --text 'a dog'"
+    same = ["--data", f"{tmp_path / 'new'}/../old/", "--output", index, "--workers", "0"]  # the same folder by another name
+    assert main(["index", str(model), *same]) == 0
+    moved = ["--model", str(model.rename(tmp_path / "moved"))]
     flags = ["--data", str(tmp_path / "new"), "--workers", "0"]
+    assert main(["index", "add", index, *flags]) == 2
+    assert "neither an export nor a run" in capsys.readouterr().err
+    flags += moved
     assert main(["index", "add", index, *flags]) == 2
     assert "has 1 of these images already (the first: '000.png'): --replace" in capsys.readouterr().err
     assert not (tmp_path / "index" / "adding").exists()  # nothing was encoded for it
     assert main(["index", "add", index, *flags, "--replace"]) == 0
     assert "8 images and 0 captions added; 1 of the same keys were removed" in capsys.readouterr().out
     assert not (tmp_path / "index" / "adding").exists() and len(Index(index).table) == 13
+    (tmp_path / "moved").rename(model)
     (tmp_path / "keys.txt").write_text("001.png\nnobody\n")
     assert main(["index", "remove", index, "--key", "002.png", "--keys-file", str(tmp_path / "keys.txt")]) == 0
     assert "2 images removed; not in the index: 1 key, the first: 'nobody'" in capsys.readouterr().out

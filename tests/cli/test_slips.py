@@ -143,6 +143,8 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("mine pictures --output n.tsv --margin-from mean", ["--margin-from: 'mean' is not allowed", "allowed: max, min"]),
     ("mine pictures --output n.tsv --max-similarity 90", ["--max-similarity is a cosine, above -1 and at most 1, got 90"]),
     ("mine pictures --output n.tsv --sampling-strategy first", ["'first' is not allowed", "top, random"]),
+    ("eval run --pictures-count 0", ["--pictures-count must be at least 1, got 0"]),
+    ("doctor run --samples 0", ["--samples must be at least 1, got 0"]),
     ("report nope", ["nope: no such folder", "a run, which coder-plugin train makes"]),
     ("share nope --to x", ["nope: no such folder"]),
     ("share pictures --to x --repo a/b", ["give one destination"]),

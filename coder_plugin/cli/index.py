@@ -94,7 +94,9 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
+    from coder_plugin.backbones.names import TRANSFORMERS
     from coder_plugin.cli.checks import check_data, check_folder
+    from coder_plugin.pretrained.hub_cache import HUB
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if (arguments.embeddings is None) == (arguments.data is None):
@@ -109,7 +111,8 @@ def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
         kind = "pictures" if Path(arguments.data).is_dir() else options.get("dataset_type", "auto")
         check_data(arguments.data, flag="--data", kind=kind)
         new = {"data": arguments.data, "split": arguments.split, "options": options}
-        if "pretrained" not in options and "model" in options:  # where the index's model is now
+        model = str(options.get("model", ""))
+        if model and (Path(model).is_dir() or model.startswith((HUB, TRANSFORMERS))):  # where the index's model is now
             new["model"] = options.pop("model")
     from coder_plugin.search.build import add
 

@@ -202,7 +202,7 @@ def _adding_job(index: Index, options: Mapping[str, Any]) -> EmbedJob:
     from coder_plugin.search.searcher import checked_options
 
     model, plan = index.note["model"], index.note["plan"]
-    if model["spec"] is None and not isinstance(model["options"].get("model"), str):
+    if model["spec"] is None and not isinstance(model["options"].get("model"), str) and "model" not in options:
         raise CoderError(f"{index.folder} does not say where its model is: embed the images with coder-plugin embed")
     checked = checked_options(model, options.get("model"))
     if model["reranker"] and "reranker" not in options:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from coder_plugin import locations
 from coder_plugin.backbones.names import model_names
 from coder_plugin.config import OPENING, READING, DataConfig
-from coder_plugin.data import HUB
 from coder_plugin.data.bad_samples import BadSamples, shorten
 from coder_plugin.data.decode import set_max_pixels
 from coder_plugin.data.from_config import make_source, pictures_under_regions
@@ -360,6 +360,5 @@ def absolute(value: Any) -> Any:
 
 
 def absolute_data(data: str) -> str:
-    """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
-    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
-    return data if unchanged else os.path.abspath(data)
+    """The data's name, the same from whichever working directory; commands, addresses and names of readers stay."""
+    return data if data == "scenes" else str(absolute(locations.absolute(data)))

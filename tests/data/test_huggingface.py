@@ -301,13 +301,13 @@ def interrupted(kind: str, folder: str, model: str) -> bool:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # which nobody calls, since the ranks have met
-    data: Any = whole(range(16))
+    data: Any = whole(range(32))
     samples = {}
     if kind == "stream":
-        data, samples = data.to_iterable_dataset(num_shards=4), {"train_num_samples": 16}
+        data, samples = data.to_iterable_dataset(num_shards=4), {"train_num_samples": 32}
     expected = train(data, model, Path(folder), "one", **samples)
-    steps = 16 // 4 // (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
-    half = train(data, model, Path(folder), "two", stop=steps + 1, **samples)
+    steps = 32 // 4 // (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    half = train(data, model, Path(folder), "two", stop=steps + 1, **samples)  # with two ranks a step later
     found = train(data, model, Path(folder), "two", resume="latest", **samples)
     assert not all(torch.equal(half[key], expected[key]) for key in expected)
     total = sum(value.double().sum().item() for value in expected.values())

@@ -87,7 +87,7 @@ def test_models_and_odd_names(tmp_path, models: int) -> None:
 def test_no_pyplot(tmp_path) -> None:
     """Nor matplotlib before it is needed; and files of the same names are replaced."""
     code = (
-        "import sys\nfrom coder_plugin.report import eval_figures, plot_analyses\n"
+        "import sys, coder_plugin.report.eval_figures\nfrom coder_plugin.report.figures import plot_analyses\n"
         "assert not {'matplotlib', 'sklearn'} & set(sys.modules), 'imported before it is needed'\n"
         "import json\nplot_analyses({'a': json.load(open(sys.argv[1]))}, sys.argv[2])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

@@ -123,6 +123,20 @@ def test_only_embeddings_of_the_same_form_are_added(tmp_path: Path) -> None:
     assert len(Index(tmp_path / "index", verify=True).table) == 60
 
 
+def test_what_is_added_is_encoded_by_a_named_open_clip_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, index = write_model(tmp_path / "export", "clip") / "open_clip_model.safetensors", str(tmp_path / "index")
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        write_pictures(tmp_path / name, 2, name=name + "-{:03d}.png")
+        (tmp_path / name / "all.csv").unlink()
+    model = ["--model", "coder-tiny", "--pretrained", str(weights)]
+    assert main(["index", *model, "--data", str(tmp_path / "old"), "--output", index, "--workers", "0"]) == 0
+    for named in ([], model[:2], model):
+        command = ["index", "add", index, "--data", str(tmp_path / "new"), "--workers", "0", "--replace", *named]
+        assert main(command) == 0, capsys.readouterr().err
+        assert "2 images and 0 captions added" in capsys.readouterr().out
+
+
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Embed and build; add what is new, embedded by the index's model; remove; search for what is gone."""
     model, index = write_model(tmp_path / "export", "clip"), str(tmp_path / "index")

@@ -138,7 +138,8 @@ class Encoder:
             log.warning("%s: %s: results are over the others", source.name, bad)
         index = torch.cat([part["index"] for part in parts])
         counts = torch.cat([part["counts"] for part in parts])
-        image_row = _inverse(index.argsort())
+        order = index.argsort()
+        image_row = _inverse(order)
         owner = image_row[torch.repeat_interleave(torch.arange(len(index)), counts)]
         text_order = owner.argsort(stable=True)
         text_row = _inverse(text_order)
@@ -149,14 +150,14 @@ class Encoder:
             joined = _gather_items(image_items, image_row.split(images)), _gather_items(text_items, text_row.split(texts))
             items = Items(head, *joined) if distributed.rank() == 0 else None
         return Encoded(
-            torch.cat([part["images"] for part in parts])[index.argsort()],
+            torch.cat([part["images"] for part in parts])[order],
             torch.cat([part["texts"] for part in parts])[text_order],
             owner[text_order],
-            torch.cat([part["image_ids"] for part in parts])[index.argsort()],
+            torch.cat([part["image_ids"] for part in parts])[order],
             [captions[number] for number in text_order.tolist()],
             items,
             dict(bad.kinds),
-            index.sort().values,
+            index[order],
         )
 
     def _encode_share(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
     from coder_plugin.backbones.names import TRANSFORMERS
     from coder_plugin.cli.checks import check_data, check_folder
-    from coder_plugin.pretrained.hub_cache import HUB
+    from coder_plugin.pretrained.hub_cache import is_on_hub
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if (arguments.embeddings is None) == (arguments.data is None):
@@ -112,7 +113,7 @@ def run_add(arguments: AddCommand, options: dict[str, Any]) -> int:
         check_data(arguments.data, flag="--data", kind=kind)
         new = {"data": arguments.data, "split": arguments.split, "options": options}
         model = str(options.get("model", ""))
-        if model and (Path(model).is_dir() or model.startswith((HUB, TRANSFORMERS))):  # where the index's model is now
+        if os.path.isdir(model) or is_on_hub(model) or model.startswith(TRANSFORMERS):  # where the index's model is now
             new["model"] = options.pop("model")
     from coder_plugin.search.build import add
 
